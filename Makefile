@@ -1,0 +1,65 @@
+# make demo   the embedded model with and without a budget, then the rules and the oracle on bundled documents
+# make test   lint and the whole suite, fast and slow
+# Both need nothing but python3: they build .venv here, torch first, so that the range in pyproject.toml is already
+# met by the build named below when the rest is resolved.
+
+PYTHON ?= python3
+VENV   ?= .venv
+OLDEST ?= .venv-oldest
+TORCH  ?= torch==2.13.0
+OLDEST_TRANSFORMERS ?= transformers==5.16.1
+
+PIP := -m pip install --quiet --disable-pip-version-check
+
+# More threads than free cores make small matrix products many times slower; one is never far from the best.
+export OMP_NUM_THREADS = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: demo test test-oldest test-long lint clean help
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,4p' Makefile
+
+demo: $(VENV)/demo.stamp
+	$(VENV)/bin/kvkeep demo
+
+test: lint
+	$(VENV)/bin/python -m pytest -m "not long"
+
+test-long: $(VENV)/dev.stamp
+	HYPOTHESIS_PROFILE=long $(VENV)/bin/python -m pytest -m "long or not slow"
+
+test-oldest: $(OLDEST)/oldest.stamp
+	$(OLDEST)/bin/python -m pytest
+
+lint: $(VENV)/dev.stamp
+	$(VENV)/bin/ruff check .
+
+$(VENV)/torch.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit("kvkeep needs Python 3.11 or newer: set PYTHON=" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) "$(TORCH)"
+	@touch $@
+
+$(VENV)/demo.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(VENV)/bin/python $(PIP) -e ".[demo]"
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(VENV)/bin/python $(PIP) -e ".[demo,dev]"
+	@touch $@ $(VENV)/demo.stamp
+
+# The oldest supported transformers over everything else of $(VENV): a path file makes its packages visible behind
+# the few that are installed here, so that torch is on the disk once.
+$(OLDEST)/oldest.stamp: pyproject.toml $(VENV)/dev.stamp
+	$(VENV)/bin/python -m venv --clear $(OLDEST)
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth"
+	$(OLDEST)/bin/python $(PIP) "$(OLDEST_TRANSFORMERS)"
+	$(OLDEST)/bin/python $(PIP) --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

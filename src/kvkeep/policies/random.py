@@ -1,0 +1,45 @@
+"""A seeded random choice among the tokens between sinks and window: the floor under every method."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.budget import Budget
+from kvkeep.policies.base import EntryPolicy, Step
+
+
+class Random(EntryPolicy):
+    """Random tokens, with sinks and window protected; each KV head draws its own.
+
+    The draw is a hash of (seed, layer, head, position), so it is the same online and offline, alone and in a batch.
+
+    Args:
+        seed: any integer.
+    """
+
+    name = "random"
+
+    def __init__(self, budget: Budget, seed: int = 0):
+        super().__init__(budget)
+        self.seed = seed
+
+    def priority(self, step: Step) -> Tensor:
+        geometry, positions = step.geometry, step.positions
+        head = torch.arange(geometry.kv_heads, device=positions.device)
+        stream = mix(mix(mix(torch.tensor(self.seed, device=head.device)) + geometry.layer) + head)  # [H]
+        bits = mix(stream[None, :, None] + positions[:, None])  # [B, H, n]
+        return (bits & 0xFFFFFF).float() / 2**24
+
+
+def mix(state: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 (wrapping); neighbouring inputs give independent-looking bits."""
+    state = state + -7046029254386353131  # 0x9E3779B97F4A7C15
+    state = (state ^ logical_shift(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    state = (state ^ logical_shift(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return state ^ logical_shift(state, 31)
+
+
+def logical_shift(state: Tensor, by: int) -> Tensor:
+    """Shift right without copying the sign."""
+    return (state >> by) & ((1 << (64 - by)) - 1)

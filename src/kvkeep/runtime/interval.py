@@ -1,0 +1,143 @@
+"""Attention policies at work: every ``interval`` queries, those who watched the attention choose who goes.
+
+Schedule (ForesightKV, arXiv 2602.03203, section 3, in the row's own positions): at the start of query
+``q = rest + t * interval``, t >= 1, the ``interval`` lowest of the ``rest + interval`` tokens held are dropped, never
+the newest ``window`` or the sinks. Between two such queries nothing is dropped, so a piece of any length is walked in
+blocks that end there, and a block of one query is the same code as a block of many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Observation
+from kvkeep.runtime.residency import Residency, require_finite, rows_by
+from kvkeep.slots import Slots, lowest
+from kvkeep.sparse_attention import ROW_BLOCK, masked_attention
+
+
+class IntervalResidency(Residency):
+    """See the module's docstring.
+
+    Attributes:
+        recent: ``[B, H, G, r, D]``, the newest r queries, oldest first, if the policy asks for any.
+        dense: hold a whole piece of many tokens while it attends, and prune once after it.
+    """
+
+    row_tensors = ("lifetimes", "recent")
+
+    def __init__(self, policy: AttentionPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False):
+        super().__init__(policy, geometry, keys, values)
+        self.dense = dense
+        self.fills = dict.fromkeys(policy.statistics, 0.0)
+        for name in policy.statistics:
+            self.slots.add_extra(name, (), self.wide)
+        self.recent = None
+        if policy.recent_queries:
+            shape = (keys.shape[0], geometry.kv_heads, geometry.group, policy.recent_queries, geometry.head_dim)
+            self.recent = keys.new_zeros(shape)
+        self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
+
+    def step(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        for seen, rows in rows_by(self.seen):
+            if len(rows) == len(self.seen):
+                self.open_interval()
+            elif self.boundary(seen):
+                index = torch.tensor(rows, device=keys.device)
+                part = self.select(index)
+                part.open_interval()
+                self.assign(index, part)
+        return self.attend(query, keys, values)
+
+    def ingest(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        count, outputs, start = keys.shape[2], [], 0
+        one_shot = self.dense and self.slots.held[0] + count > self.budget.slots
+        if one_shot:
+            self.slots = self.resized(self.slots.held[0] + count)
+        while start < count:
+            if not one_shot:
+                self.open_interval()
+            stop = min(count, start + min(self.until_boundary(), ROW_BLOCK))
+            piece = slice(start, stop)
+            outputs.append(self.attend(query[:, :, piece], keys[:, :, piece], values[:, :, piece]))
+            start = stop
+        if one_shot:
+            self.evict()
+            self.slots = self.resized(self.budget.slots)
+        return torch.cat(outputs, 2)
+
+    def boundary(self, query_index: int) -> bool:
+        return query_index >= self.budget.rest and (query_index - self.budget.rest) % self.budget.interval == 0
+
+    def until_boundary(self) -> int:
+        """Queries from here to the next boundary, at least 1."""
+        past = self.seen[0] - self.budget.rest
+        return -past if past < 0 else self.budget.interval - past % self.budget.interval
+
+    def open_interval(self) -> None:
+        """At a boundary: evict down to ``rest`` and tell the policy that an interval begins."""
+        if self.boundary(self.seen[0]):
+            self.evict()
+            slots = self.slots
+            self.policy.begin_interval({name: slots.view(extra) for name, extra in slots.extras.items()})
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Write n pairs, attend over all held, let the policy watch."""
+        count, slots = keys.shape[2], self.slots
+        positions = self.positions(count)
+        slots.append(keys, values, positions, self.fills)
+        held_at = slots.view(slots.positions)
+        if count > 1:
+            mask = held_at[:, :, None] <= positions[:, None, :, None]  # [B, H, n, N], rows are uniform here
+        else:
+            mask = None if slots.uniform else slots.live()[:, :, None]
+        output, probabilities = masked_attention(
+            query, slots.view(slots.keys), slots.view(slots.values), mask, self.geometry.scaling
+        )
+        grouped = query.unflatten(1, (self.geometry.kv_heads, -1))  # [B, H, G, n, D]
+        statistics = {name: slots.view(extra) for name, extra in slots.extras.items()}
+        self.policy.observe(Observation(self.geometry, grouped, positions, probabilities, statistics, self.memory))
+        if self.recent is not None:
+            size = self.recent.shape[3]
+            self.recent = torch.cat([self.recent[:, :, :, count:], grouped[:, :, :, -size:]], 3)
+        self.seen = [seen + count for seen in self.seen]
+        return output
+
+    def evict(self) -> None:
+        """Drop all but ``rest`` tokens of every row; rows are at the same query."""
+        slots, budget, query_index = self.slots, self.budget, self.seen[0]
+        count = slots.held[0] - budget.rest
+        if count <= 0:
+            return
+        positions = slots.view(slots.positions)
+        held = Held(
+            geometry=self.geometry,
+            query_index=query_index,
+            evictions=(query_index - budget.rest) // budget.interval - 1,
+            keys=slots.view(slots.keys),
+            values=slots.view(slots.values),
+            positions=positions,
+            statistics={name: slots.view(extra) for name, extra in slots.extras.items()},
+            memory=self.memory,
+            queries=self.recent,
+        )
+        scores = self.policy.keep_scores(held).to(self.wide)
+        require_finite(scores, "keep scores", self.geometry.layer, query_index)
+        candidates = (positions >= budget.sinks) & (positions < query_index - budget.window)
+        victims = lowest(scores, positions, candidates, count)
+        if self.lifetimes is not None:
+            self.lifetimes.scatter_(2, positions.gather(2, victims).long(), query_index)
+        slots.drop(victims)
+
+    def resized(self, capacity: int) -> Slots:
+        """The same tokens in more or fewer slots."""
+        old = self.slots
+        new = Slots.empty(old.keys, old.values, capacity)
+        for name, extra in old.extras.items():
+            new.add_extra(name, extra.shape[3:], extra.dtype)
+        width = old.width
+        for target, source in zip(new.tensors(), old.tensors(), strict=True):
+            target[:, :, capacity - width :] = source[:, :, old.capacity - width :]
+        new.held = list(old.held)
+        return new

@@ -1,0 +1,209 @@
+"""The fixed slots in which one layer holds its keys and values, written in place.
+
+This room knows tensors only: nothing of models, policies or padding masks.
+
+Layout
+    ``keys``, ``values``  ``[batch, kv_heads, slots, head_dim]``, head-major, allocated once.
+    ``positions``         ``[batch, kv_heads, slots]`` int32: the token's true position in its row, -1 where empty.
+    ``extras``            name -> ``[batch, kv_heads, slots, ...]``: whatever belongs to a slot and travels with it.
+
+Rows are **right-aligned**, like left padding: the ``held[b]`` tokens of row b occupy its last slots, in no particular
+order, the same number in every head. Three things follow. Keys were rotated before they were cached, so order does
+not matter to attention; a view of the last ``width`` slots never copies; and the key-padding mask that a model builds
+for a left-padded batch marks exactly the empty slots, so stock attention functions read the view unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+EMPTY = -1  # the position of a slot that holds nothing
+
+
+def gather_slots(tensor: Tensor, index: Tensor) -> Tensor:
+    """Pick slots per head: ``[B, H, N, ...]`` at ``[B, H, n]`` -> ``[B, H, n, ...]``."""
+    tail = tensor.shape[3:]
+    index = index.long().reshape(*index.shape, *(1,) * len(tail)).expand(*index.shape, *tail)
+    return tensor.gather(2, index)
+
+
+def scatter_slots(tensor: Tensor, index: Tensor, source: Tensor) -> None:
+    """Write ``source`` ``[B, H, n, ...]`` into ``tensor`` ``[B, H, N, ...]`` at slots ``[B, H, n]``, in place."""
+    tail = tensor.shape[3:]
+    index = index.long().reshape(*index.shape, *(1,) * len(tail)).expand(*index.shape, *tail)
+    tensor.scatter_(2, index, source)
+
+
+def pad_front(tensor: Tensor, count: int, fill: float = 0) -> Tensor:
+    """Put ``count`` columns of ``fill`` in front of axis 2."""
+    if not count:
+        return tensor
+    return torch.cat([tensor.new_full((*tensor.shape[:2], count, *tensor.shape[3:]), fill), tensor], 2)
+
+
+def lowest(scores: Tensor, positions: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """The ``count`` candidates with the lowest keep score per head; among equal scores the oldest goes first.
+
+    Args:
+        scores: ``[B, H, N]`` (or ``[B, 1, N]``, one decision for all heads), higher stays.
+        positions: ``[B, H, N]`` true positions, the tie-break: the newest token wins.
+        candidates: bool ``[B, H, N]``, True where a token may go. Every head has at least ``count`` of them.
+        count: how many to pick.
+
+    Returns:
+        slot indices int64 ``[B, H, count]``.
+    """
+    scores = scores.expand(positions.shape).masked_fill(~candidates, torch.inf)
+    if count == 1:  # two linear passes instead of two sorts
+        tied = scores == scores.amin(-1, keepdim=True)
+        return torch.where(tied, positions, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+    by_age = positions.argsort(-1)
+    by_score = scores.gather(-1, by_age).argsort(dim=-1, stable=True)[..., :count]
+    return by_age.gather(-1, by_score)
+
+
+@dataclass
+class Slots:
+    """Slots of one layer; see the module's docstring for the layout.
+
+    ``held`` is the number of tokens each row holds. It is a function of how many tokens the row has seen, so it lives
+    on the host and no step waits for the device.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    held: list[int]
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, like_keys: Tensor, like_values: Tensor, slots: int) -> Slots:
+        """Allocate ``slots`` empty slots for rows, heads, sizes and dtypes like those of the given pairs."""
+        batch, heads = like_keys.shape[:2]
+        return cls(
+            keys=like_keys.new_zeros(batch, heads, slots, like_keys.shape[-1]),
+            values=like_values.new_zeros(batch, heads, slots, like_values.shape[-1]),
+            positions=torch.full((batch, heads, slots), EMPTY, dtype=torch.int32, device=like_keys.device),
+            held=[0] * batch,
+        )
+
+    def add_extra(self, name: str, shape: Sequence[int], dtype: torch.dtype, fill: float = 0.0) -> None:
+        """Give every slot a number (or a vector of ``shape``) that moves and disappears with it."""
+        full = (*self.positions.shape, *shape)
+        self.extras[name] = torch.full(full, fill, dtype=dtype, device=self.keys.device)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Slots of the fullest row; the view that attention reads."""
+        return max(self.held)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every row holds the same number, so that no mask is needed."""
+        return min(self.held) == max(self.held)
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The last ``width`` slots of ``keys``, ``values``, ``positions`` or an extra; no copy."""
+        return tensor.narrow(2, self.capacity - self.width, self.width)
+
+    def live(self) -> Tensor | None:
+        """bool ``[B, 1, width]``, True where a slot of the view holds a token; None where all do."""
+        if self.uniform:
+            return None
+        held = torch.tensor(self.held, device=self.keys.device)
+        return (torch.arange(self.width, device=held.device) >= self.width - held[:, None])[:, None]
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, fills: dict[str, float]) -> None:
+        """Write n new tokens per row into the free slots before the held ones.
+
+        Args:
+            keys, values: ``[B, H, n, head_dim]``.
+            positions: int ``[B, n]``.
+            fills: the number each extra starts from.
+
+        Raises:
+            ValueError: where a row has fewer than n free slots.
+        """
+        count = keys.shape[2]
+        if self.width + count > self.capacity:
+            raise ValueError(f"{count} new tokens do not fit: {self.width} of {self.capacity} slots are taken")
+        if self.uniform:
+            at = slice(self.capacity - self.width - count, self.capacity - self.width)
+            self.keys[:, :, at], self.values[:, :, at] = keys, values
+            self.positions[:, :, at] = positions[:, None]
+            for name, extra in self.extras.items():
+                extra[:, :, at] = fills[name]
+        else:
+            first = torch.tensor([self.capacity - held - count for held in self.held], device=keys.device)
+            index = (first[:, None] + torch.arange(count, device=keys.device))[:, None].expand(-1, keys.shape[1], -1)
+            self.write(index, keys, values, positions, fills)
+        self.held = [held + count for held in self.held]
+
+    def write(self, index: Tensor, keys: Tensor, values: Tensor, positions: Tensor, fills: dict[str, float]) -> None:
+        """Overwrite slots ``index`` ``[B, H, n]`` in place; ``held`` is the caller's to keep."""
+        scatter_slots(self.keys, index, keys)
+        scatter_slots(self.values, index, values)
+        self.positions.scatter_(2, index, positions[:, None].expand(index.shape).to(self.positions.dtype))
+        for name, extra in self.extras.items():
+            shape = (*index.shape, *extra.shape[3:])
+            scatter_slots(extra, index, extra.new_full((), fills[name]).expand(shape))
+
+    def drop(self, victims: Tensor) -> None:
+        """Forget n tokens per head and close the gaps by filling holes, at most n moves a head.
+
+        The n front-most held slots become free. Survivors among them move into the holes that lie behind; there are
+        as many of those as of such survivors, and pairing all n front slots with all n victims moves only what was
+        dropped anyway besides, so no head needs a mask.
+
+        Args:
+            victims: int ``[B, H, n]``, slots of the view (0 is the first slot of the last ``width``), all distinct.
+
+        Raises:
+            ValueError: where rows hold different numbers (their fronts differ; select rows first).
+        """
+        if not self.uniform:
+            raise ValueError(f"rows hold {self.held} tokens; drop needs rows that hold the same number")
+        count = victims.shape[-1]
+        dropped = torch.zeros_like(self.view(self.positions), dtype=torch.bool).scatter_(2, victims, True)
+        front = (
+            dropped[..., :count].to(torch.uint8).argsort(dim=-1, stable=True)
+        )  # survivors among the front slots first
+        holes = victims.sort(-1, descending=True).values  # holes behind the front first
+        for tensor in (self.keys, self.values, self.positions, *self.extras.values()):
+            view = self.view(tensor)
+            scatter_slots(view, holes, gather_slots(view, front))
+        self.view(self.positions)[:, :, :count] = EMPTY
+        self.held = [held - count for held in self.held]
+
+    def select(self, rows: Tensor) -> Slots:
+        """A copy of the given rows, int64 ``[n]``; rows may repeat (beam search)."""
+        return Slots(
+            keys=self.keys.index_select(0, rows),
+            values=self.values.index_select(0, rows),
+            positions=self.positions.index_select(0, rows),
+            held=[self.held[row] for row in rows.tolist()],
+            extras={name: extra.index_select(0, rows) for name, extra in self.extras.items()},
+        )
+
+    def assign(self, rows: Tensor, other: Slots) -> None:
+        """Put ``other`` back over the given (distinct) rows."""
+        for mine, its in zip(self.tensors(), other.tensors(), strict=True):
+            mine.index_copy_(0, rows, its)
+        for row, held in zip(rows.tolist(), other.held, strict=True):
+            self.held[row] = held
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values, self.positions, *self.extras.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and everything that travels with a slot."""
+        return sum(tensor.nbytes for tensor in self.tensors())

@@ -1,0 +1,120 @@
+"""Attention over the tokens that are alive: row blocks that gather them per head, and one query over the slots.
+
+Tensors only. A block of queries sees the tokens still alive at its first query plus the block itself, so work and
+memory are linear in the length of the sequence (KVpop, arXiv 2607.05061, appendix C: the mask is
+``t <= q and q < evicted_at[t]``). Nothing here is S x S.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvkeep.slots import gather_slots
+
+ROW_BLOCK = 128  # queries per block: small enough that a block gathers little besides what is held
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention with the probabilities, on the packed layout that keeps KV heads unrepeated.
+
+    Args:
+        query: ``[B, Hq, n, D]``; key: ``[B, H, m, D]``; value: ``[B, H, m, Dv]``.
+        mask: bool, broadcastable to ``[B, H, n, m]``, True where a query may see a key; None where all may.
+        scaling: factor on the logits.
+
+    Returns:
+        output ``[B, Hq, n, Dv]`` and probabilities ``[B, H, G, n, m]``, the latter in float32 or the input's dtype,
+        whichever is wider.
+    """
+    batch, heads, count, size = query.shape
+    kv_heads = key.shape[1]
+    packed = query.reshape(batch, kv_heads, -1, size)  # [B, H, G * n, D]
+    logits = torch.matmul(packed, key.transpose(-1, -2)) * scaling
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.view(batch, kv_heads, heads // kv_heads, count, -1)
+    if mask is not None:
+        logits = logits.masked_fill(~mask.unsqueeze(2), torch.finfo(logits.dtype).min)
+    probabilities = logits.softmax(-1)
+    output = torch.matmul(probabilities.to(value.dtype).flatten(2, 3), value)  # [B, H, G * n, Dv]
+    return output.view(batch, heads, count, -1), probabilities
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, live: Tensor | None = None) -> Tensor:
+    """Dense causal attention of the newest n queries over m >= n keys.
+
+    Shapes as in :func:`masked_attention`; ``live`` bool ``[B, 1, m]`` marks the keys that are no padding. Returns
+    ``[B, Hq, n, Dv]``. With n == m and no padding it is the call that a stock model makes, bit for bit; otherwise it
+    goes by row blocks.
+    """
+    count, length = query.shape[2], key.shape[2]
+    if count == length and live is None:
+        grouped = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=count > 1, enable_gqa=grouped)
+    blocks = []
+    offset = length - count
+    for start in range(0, count, ROW_BLOCK):
+        stop = min(start + ROW_BLOCK, count)
+        seen = offset + stop
+        rows = torch.arange(offset + start, seen, device=query.device)
+        mask = (torch.arange(seen, device=query.device) <= rows[:, None])[None, None]
+        if live is not None:
+            mask = mask & live[:, :, None, :seen]
+        blocks.append(masked_attention(query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], mask, scaling)[0])
+    return torch.cat(blocks, 2)
+
+
+def live_attention(
+    query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor, scaling: float, block: int = ROW_BLOCK
+) -> Tensor:
+    """Attention of the newest n queries over the tokens alive at each of them, linear in the length.
+
+    Args:
+        query: ``[B, Hq, n, D]``, the last n of the sequence.
+        key, value: ``[B, H, m, D]``, m >= n.
+        evicted_at: int ``[B, H, m]``, the query index (in 0 .. m) at which each token is gone.
+        scaling: factor on the logits.
+        block: queries per row block.
+
+    Returns:
+        ``[B, Hq, n, Dv]``; differentiable in query, key and value.
+    """
+    count, length = query.shape[2], key.shape[2]
+    offset = length - count
+    if bool((evicted_at >= length).all()):  # nothing is evicted: exactly dense, and cheaper
+        return causal_attention(query, key, value, scaling)
+    token = torch.arange(length, dtype=evicted_at.dtype, device=query.device)
+    alive = token[:offset].expand(*evicted_at.shape[:2], -1)  # tokens that may still be seen, per head
+    outputs = []
+    for start in range(offset, length, block):
+        stop = min(start + block, length)
+        alive = gather_live_rows(alive, evicted_at, start)
+        alive = torch.cat([alive, token[start:stop].expand(*alive.shape[:2], -1)], -1)
+        rows = token[start:stop, None]  # [rows, 1]
+        mask = (alive[:, :, None] <= rows) & (rows < evicted_at.gather(2, alive.long())[:, :, None])
+        outputs.append(
+            masked_attention(
+                query[:, :, start - offset : stop - offset],
+                gather_slots(key, alive),
+                gather_slots(value, alive),
+                mask,
+                scaling,
+            )[0]
+        )
+    return torch.cat(outputs, 2)
+
+
+def gather_live_rows(alive: Tensor, evicted_at: Tensor, query: int) -> Tensor:
+    """Shorten the per-head list of tokens ``[B, H, n]`` to those still alive at ``query``.
+
+    Heads of a fixed budget hold equally many, so nothing is wasted; where they differ the list is as long as the
+    fullest head's and the surplus is masked by its lifetime.
+    """
+    if alive.shape[-1] == 0:
+        return alive
+    dead = evicted_at.gather(2, alive.long()) <= query
+    longest = alive.shape[-1] - int(dead.sum(-1).min())
+    return alive.gather(2, dead.to(torch.uint8).argsort(dim=-1, stable=True)[..., :longest])

@@ -1,0 +1,20 @@
+"""Settings every test runs under: one thread, no hub, a repeatable hypothesis."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# After the lines above: the thread count is read when torch is imported.
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# The first example of a property often compiles a kernel, so no deadline; in CI the examples are always the same ones.
+_common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("default", **_common)
+settings.register_profile("ci", derandomize=True, **_common)
+settings.register_profile("long", max_examples=1000, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
