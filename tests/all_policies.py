@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tiny import HANDED
+
 import kvkeep
 
 ENTRY = kvkeep.Budget(sinks=2, window=4, topk=10)
@@ -10,11 +12,13 @@ BLOCKS = kvkeep.Budget(sinks=0, window=5, topk=6, interval=5)
 SINKS = kvkeep.Budget(sinks=3, window=2, topk=9, interval=3)
 SINGLE = kvkeep.Budget(sinks=0, window=0, topk=12, interval=1)
 
-ONLINE = [
+WITHOUT_QUERIES = [
     ("streaming", ENTRY, {}),
     ("streaming", TIGHT, {}),
     ("random", ENTRY, {"seed": 3}),
     ("random", TIGHT, {}),
+]
+WITH_QUERIES = [
     ("tova", SINGLE, {}),
     ("tova", SINKS, {"per_head": True}),
     ("h2o", BLOCKS, {}),
@@ -28,13 +32,14 @@ ONLINE = [
     ("expected_attention", BLOCKS, {"horizon": 16}),
     ("expected_attention", SINKS, {"use_covariance": False, "epsilon": 0.02}),
 ]
+ONLINE = WITHOUT_QUERIES + WITH_QUERIES * HANDED
 ORACLES = [
     ("golden", BLOCKS, {}),
     ("golden", SINKS, {"labels": "own", "lookahead": 1}),
     ("future_mass", ENTRY, {}),
     ("future_mass", TIGHT, {"group": "log_mean", "log_gamma": -0.2, "step": 8}),
 ]
-EVERY = ONLINE + ORACLES
+EVERY = WITHOUT_QUERIES + WITH_QUERIES + ORACLES
 
 
 def make(case):

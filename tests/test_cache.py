@@ -8,19 +8,21 @@ from transformers import BertConfig, LlamaConfig, MambaConfig, MistralConfig, T5
 
 import all_policies
 import kvkeep
-from all_policies import BLOCKS, ENTRY, ONLINE, label, make
+from all_policies import BLOCKS, ENTRY, ONLINE, WITH_QUERIES, WITHOUT_QUERIES, label, make
 from reference import masked_forward
 from test_online_offline import decode
-from tiny import FAMILIES, left_pad, random_ids, tiny_model
+from tiny import FAMILIES, HANDED, left_pad, make_cache, random_ids, tiny_model
 
 ROOMY = {"entry": kvkeep.Budget(2, 4, 200), "attention": kvkeep.Budget(2, 4, 200, interval=3)}
 NEW = 24
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": None if HANDED else 1}
+STREAMING, RANDOM, H2O = WITHOUT_QUERIES[0], WITHOUT_QUERIES[2], WITH_QUERIES[2]
 
 
 def generate(model, ids, policy, mask=None, prefill="sparse", **options):
-    cache = None if policy is None else kvkeep.EvictingCache(model.config, policy, prefill=prefill)
+    cache = None if policy is None else make_cache(model, policy, mask, len(ids), prefill=prefill)
     mask = torch.ones_like(ids) if mask is None else mask
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None} | options
+    settings = (GREEDY if policy is not None else GREEDY | {"prefill_chunk_size": None}) | options
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings), cache
 
 
@@ -42,11 +44,11 @@ def test_generate_is_greedy_under_replay(case):
 
 
 def test_generate_takes_the_cache_by_either_name():
-    model, policy = tiny_model(), make(ONLINE[0])
+    model, policy = tiny_model(), make(STREAMING)
     expected, _ = generate(model, random_ids(25), policy)
     cache = kvkeep.EvictingCache(model.config, policy)
     name = "cache" if "cache" in model.forward.__wrapped__.__code__.co_varnames else "past_key_values"
-    again = model.generate(random_ids(25), max_new_tokens=NEW, do_sample=False, eos_token_id=None, **{name: cache})
+    again = model.generate(random_ids(25), **GREEDY, **{name: cache})
     assert torch.equal(again, expected)
 
 
@@ -70,8 +72,7 @@ def test_second_turn_continues_exactly(case):
     model, policy = tiny_model(), make(case)
     first, cache = generate(model, random_ids(18), policy)
     follow_up = torch.cat([first, random_ids(21, seed=5)], 1)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-    second = model.generate(follow_up, attention_mask=torch.ones_like(follow_up), past_key_values=cache, **settings)
+    second = model.generate(follow_up, attention_mask=torch.ones_like(follow_up), past_key_values=cache, **GREEDY)
     logits = kvkeep.replay(model, second, policy, return_logits=True).logits
     start = follow_up.shape[1]
     assert torch.equal(logits[:, start - 1 : -1].argmax(-1), second[:, start:])
@@ -102,7 +103,7 @@ def test_full_policy_is_the_stock_model_bit_for_bit():
 def test_constant_priority_is_streaming_llm():
     """Sinks and the newest window + topk, nothing else (spec/kvpop.md 0.6)."""
     model, ids = tiny_model(), random_ids(40)
-    lifetimes = kvkeep.replay(model, ids, make(ONLINE[0])).evicted_at
+    lifetimes = kvkeep.replay(model, ids, make(STREAMING)).evicted_at
     expected = torch.arange(40) + ENTRY.window + ENTRY.topk
     expected[: ENTRY.sinks] = 40
     for evicted_at in lifetimes:
@@ -137,7 +138,7 @@ def test_stock_forward_is_untouched_by_the_attention_function(family):
 
 
 def test_model_is_the_same_object_before_and_after():
-    model, policy = tiny_model(attention="sdpa"), make(ONLINE[0])
+    model, policy = tiny_model(attention="sdpa"), make(STREAMING)
     forwards = {name: module.forward.__func__ for name, module in model.named_modules() if hasattr(module, "forward")}
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     config = model.config.to_dict()
@@ -154,7 +155,7 @@ def test_attention_is_restored_when_replay_raises():
     model = tiny_model(attention="sdpa")
     model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="layer 1: keys not finite at position 0"):
-        kvkeep.replay(model, random_ids(30), make(ONLINE[0]))
+        kvkeep.replay(model, random_ids(30), make(STREAMING))
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -173,9 +174,7 @@ def test_reset_cache_is_a_fresh_cache(case):
     model, policy = tiny_model(), make(case)
     expected, cache = generate(model, random_ids(25), policy)
     cache.reset()
-    again = model.generate(
-        random_ids(25), past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=None
-    )
+    again = model.generate(random_ids(25), past_key_values=cache, **GREEDY)
     assert torch.equal(again, expected)
 
 
@@ -183,7 +182,7 @@ def test_reset_cache_is_a_fresh_cache(case):
 def test_beam_search_reorders_everything(case):
     """The best beam's score is the sum of its replayed log-probabilities; a beam that kept another's slots fails."""
     model, policy = tiny_model(), make(case)
-    cache = kvkeep.EvictingCache(model.config, policy)
+    cache = make_cache(model, policy, batch=4)
     out = model.generate(
         random_ids(20),
         past_key_values=cache,
@@ -195,6 +194,7 @@ def test_beam_search_reorders_everything(case):
         length_penalty=0.0,
         return_dict_in_generate=True,
         output_scores=True,
+        **({} if HANDED else {"prefill_chunk_size": 1}),
     )
     logits = kvkeep.replay(model, out.sequences, policy, return_logits=True).logits.log_softmax(-1)
     token = out.sequences[:, 20:]
@@ -232,7 +232,7 @@ def test_dense_prefill_attends_densely_and_prunes_once(case):
 
 
 def test_dense_prefill_of_entry_policies_works_under_stock_attention():
-    model, ids, policy = tiny_model(attention="sdpa"), random_ids(50), make(ONLINE[2])
+    model, ids, policy = tiny_model(attention="sdpa"), random_ids(50), make(RANDOM)
     online, _, _ = decode(model, ids, policy, [40], prefill="dense")
     ours, _, _ = decode(tiny_model(), ids, policy, [40], prefill="dense")
     assert (online - ours).abs().max() <= 1e-10
@@ -256,16 +256,19 @@ def test_bytes_are_slots_and_side_state_for_any_length(case):
 
 REFUSALS = [
     (lambda: kvkeep.EvictingCache(LlamaConfig(), make(all_policies.ORACLES[0])), "oracle"),
-    (lambda: kvkeep.EvictingCache(LlamaConfig(), make(ONLINE[0]), prefill="lazy"), "prefill must be"),
-    (lambda: kvkeep.EvictingCache(LlamaConfig(attn_implementation="sdpa"), make(ONLINE[6])), "attn_implementation"),
-    (lambda: kvkeep.EvictingCache(MistralConfig(sliding_window=8), make(ONLINE[0])), "no full-attention layer"),
-    (lambda: kvkeep.EvictingCache(MambaConfig(), make(ONLINE[0])), "KV cache"),
-    (lambda: kvkeep.EvictingCache(T5Config(), make(ONLINE[0])), "encoder-decoder"),
-    (lambda: kvkeep.replay(tiny_model(), random_ids(1), make(ONLINE[0])), "length >= 2"),
-    (lambda: kvkeep.replay(tiny_model(), random_ids(9), make(ONLINE[6]), gradients=True), "no gradients"),
+    (lambda: kvkeep.EvictingCache(LlamaConfig(), make(STREAMING), prefill="lazy"), "prefill must be"),
+    (
+        lambda: kvkeep.EvictingCache(LlamaConfig(attn_implementation="sdpa"), make(H2O)),
+        "attn_implementation" if HANDED else "needs the queries",
+    ),
+    (lambda: kvkeep.EvictingCache(MistralConfig(sliding_window=8), make(STREAMING)), "no full-attention layer"),
+    (lambda: kvkeep.EvictingCache(MambaConfig(), make(STREAMING)), "KV cache"),
+    (lambda: kvkeep.EvictingCache(T5Config(), make(STREAMING)), "encoder-decoder"),
+    (lambda: kvkeep.replay(tiny_model(), random_ids(1), make(STREAMING)), "length >= 2"),
+    (lambda: kvkeep.replay(tiny_model(), random_ids(9), make(H2O), gradients=True), "no gradients"),
     (
         lambda: kvkeep.replay(
-            tiny_model(), random_ids(4), make(ONLINE[0]), attention_mask=torch.tensor([[1, 1, 0, 0]])
+            tiny_model(), random_ids(4), make(STREAMING), attention_mask=torch.tensor([[1, 1, 0, 0]])
         ),
         "row 0 of the attention mask",
     ),
@@ -281,42 +284,64 @@ def test_refusals_are_one_sentence(call, sentence):
 
 def test_long_sparse_prompt_needs_the_attention_function():
     model = tiny_model(attention="sdpa")
-    cache = kvkeep.EvictingCache(model.config, make(ONLINE[0]))
+    cache = kvkeep.EvictingCache(model.config, make(STREAMING))
     with pytest.raises(ValueError, match="a prompt of 30 tokens is longer than the budget of 16"):
         model(random_ids(30), past_key_values=cache)
 
 
 def test_rewinding_is_refused():
     model = tiny_model()
-    _, _, cache = decode(model, random_ids(30), make(ONLINE[0]), [10])
+    _, _, cache = decode(model, random_ids(30), make(STREAMING), [10])
     with pytest.raises(ValueError, match="cannot be rewound"):
         cache.crop(-3)
     with pytest.raises(ValueError):
-        generate(model, random_ids(30), make(ONLINE[0]), prompt_lookup_num_tokens=3)
+        generate(model, random_ids(30), make(STREAMING), prompt_lookup_num_tokens=3)
 
 
 def test_non_finite_keys_name_layer_and_step():
     model = tiny_model()
-    for case in (ONLINE[2], ONLINE[6]):
-        cache = kvkeep.EvictingCache(model.config, make(case))
-        model(random_ids(20), past_key_values=cache)
+    for case in (RANDOM, H2O)[: 1 + HANDED]:
+        cache = make_cache(model, make(case))
+        for token in random_ids(20).split(1, 1):
+            model(token, past_key_values=cache)
         broken = tiny_model()
         broken.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.inf
         with pytest.raises(ValueError, match="layer 1: values not finite at position 20"):
             broken(random_ids(1), past_key_values=cache)
 
 
+def test_attention_policies_need_their_version_of_transformers(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.23.0")
+    with pytest.raises(ValueError, match=r"policy 'h2o' needs the queries: transformers >= 5.24.0, this is 5.23.0"):
+        kvkeep.EvictingCache(tiny_model().config, make(H2O))
+
+
+def test_a_cache_that_is_not_told_the_padding_asks_for_it(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.23.0")
+    layer = kvkeep.EvictingCache(tiny_model().config, make(STREAMING)).layers[0]
+    with pytest.raises(ValueError, match=r"does not tell the cache which tokens of a batch are padding"):
+        layer.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))
+
+
+def test_a_model_that_keeps_its_keywords_is_refused():
+    layer = kvkeep.EvictingCache(tiny_model().config, make(STREAMING)).layers[0]
+    if HANDED:
+        with pytest.raises(ValueError, match="does not hand its attention's keywords to the cache"):
+            layer.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
+
+
 def test_switching_attention_away_is_noticed():
-    model = tiny_model()
-    cache = kvkeep.EvictingCache(model.config, make(ONLINE[6]))
+    """A config that says "kvkeep" for a model that runs something else."""
+    cache = make_cache(tiny_model(), make(STREAMING))
     other = tiny_model(attention="sdpa")
     other(random_ids(5), past_key_values=cache)
-    with pytest.raises(ValueError, match="did not call kvkeep's attention"):
-        other(random_ids(1), past_key_values=cache)
+    if HANDED:
+        with pytest.raises(ValueError, match="did not call kvkeep's attention"):
+            other(random_ids(1), past_key_values=cache)
 
 
 def test_gradients_of_replay_are_those_of_masked_attention():
-    ids, policy = random_ids(40), make(ONLINE[2])
+    ids, policy = random_ids(40), make(RANDOM)
     ours, reference = tiny_model().requires_grad_(True), tiny_model().requires_grad_(True)
     replayed = kvkeep.replay(ours, ids, policy, gradients=True)
     replayed.token_loss.mean().backward()
@@ -329,7 +354,7 @@ def test_gradients_of_replay_are_those_of_masked_attention():
 
 def test_replay_measures_what_the_logits_say():
     model, ids = tiny_model(), random_ids(40, batch=2)
-    result = kvkeep.replay(model, ids, make(ONLINE[0]), return_logits=True)
+    result = kvkeep.replay(model, ids, make(STREAMING), return_logits=True)
     log_probability = result.logits[:, :-1].log_softmax(-1)
     loss = -log_probability.gather(-1, ids[:, 1:, None])[..., 0]
     entropy = -(log_probability.exp() * log_probability).sum(-1)

@@ -194,6 +194,13 @@ class EvictingLayer(CacheLayerMixin):
         self.columns += count
         return output
 
+    def fill(self, query: Tensor, keys: Tensor, values: Tensor, columns: int) -> None:
+        """Pretend that ``columns`` tokens have been seen of which the given pairs are held: benchmarks only."""
+        self._start(keys, values, query.shape[1], None)
+        self.residency.seen = [columns - keys.shape[2]] * keys.shape[0]
+        self.residency.advance(query, keys, values)
+        self.columns, self.is_initialized = columns, True
+
     def _update_under_stock_attention(self, keys: Tensor, values: Tensor, keywords: dict | None):
         if self.policy.kind == "attention":
             _require_queries(self.policy, self.config)
@@ -202,6 +209,7 @@ class EvictingLayer(CacheLayerMixin):
         pads = None
         if count > 1 or min(self.residency.seen) <= 1:  # position 0 is a first token, or padding: the next one tells
             pads = self._new_pads(self._padding_from_positions(keys, keywords), count)
+        if count > 1:
             self._require_sparse_is_exact(count, pads)
         held = self.residency.slots
         if count == 1 and columns:
