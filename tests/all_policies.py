@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tiny import HANDED
-
 import kvkeep
+from tiny import HANDED
 
 ENTRY = kvkeep.Budget(sinks=2, window=4, topk=10)
 TIGHT = kvkeep.Budget(sinks=0, window=1, topk=3)

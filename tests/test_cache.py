@@ -72,7 +72,11 @@ def test_second_turn_continues_exactly(case):
     model, policy = tiny_model(), make(case)
     first, cache = generate(model, random_ids(18), policy)
     follow_up = torch.cat([first, random_ids(21, seed=5)], 1)
-    second = model.generate(follow_up, attention_mask=torch.ones_like(follow_up), past_key_values=cache, **GREEDY)
+    if not HANDED:  # its chunked prefill miscounts the mask of a cache that holds something
+        for token in follow_up[:, cache.get_seq_length() : -1].split(1, 1):
+            model(token, past_key_values=cache)
+    options = {"attention_mask": torch.ones_like(follow_up), "past_key_values": cache}
+    second = model.generate(follow_up, **options, **GREEDY | {"prefill_chunk_size": None})
     logits = kvkeep.replay(model, second, policy, return_logits=True).logits
     start = follow_up.shape[1]
     assert torch.equal(logits[:, start - 1 : -1].argmax(-1), second[:, start:])
