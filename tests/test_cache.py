@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 from transformers import BertConfig, LlamaConfig, MambaConfig, MistralConfig, T5Config
 
 import all_policies
@@ -315,13 +316,13 @@ def test_non_finite_keys_name_layer_and_step():
 
 
 def test_attention_policies_need_their_version_of_transformers(monkeypatch):
-    monkeypatch.setattr("transformers.__version__", "5.23.0")
+    monkeypatch.setattr("kvkeep.runtime.cache.transformers_version", lambda: Version("5.23.0"))
     with pytest.raises(ValueError, match=r"policy 'h2o' needs the queries: transformers >= 5.24.0, this is 5.23.0"):
         kvkeep.EvictingCache(tiny_model().config, make(H2O))
 
 
 def test_a_cache_that_is_not_told_the_padding_asks_for_it(monkeypatch):
-    monkeypatch.setattr("transformers.__version__", "5.23.0")
+    monkeypatch.setattr("kvkeep.runtime.cache.transformers_version", lambda: Version("5.23.0"))
     layer = kvkeep.EvictingCache(tiny_model().config, make(STREAMING)).layers[0]
     with pytest.raises(ValueError, match=r"does not tell the cache which tokens of a batch are padding"):
         layer.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8))

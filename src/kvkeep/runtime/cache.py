@@ -250,7 +250,7 @@ class EvictingLayer(CacheLayerMixin):
         if positions is None:
             if batch > 1:
                 raise ValueError(
-                    f"transformers {transformers.__version__} does not tell the cache which tokens of a batch are "
+                    f"transformers {transformers_version()} does not tell the cache which tokens of a batch are "
                     "padding: give EvictingCache(..., padding=0) or the left padding of each row"
                 )
             return None
@@ -313,7 +313,7 @@ def _require_queries(policy: Policy, config: PreTrainedConfig) -> None:
     if transformers_version() < HANDS_KEYWORDS:
         raise ValueError(
             f"policy {policy.name!r} needs the queries: transformers >= {HANDS_KEYWORDS}, this is "
-            f"{transformers.__version__}"
+            f"{transformers_version()}"
         )
     if config._attn_implementation != attention.NAME:
         raise ValueError(
