@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-import kvkeep
+from kvkeep import policies as registry
 from kvkeep.runtime.cache import EvictingCache, EvictingLayer
 from kvkeep.runtime.geometry import text_config
 
@@ -134,7 +134,7 @@ def filled_cache(
     if name in FULL:
         cache = DynamicCache(config=config)
     else:
-        cache = EvictingCache(config, kvkeep.policies.create(name, budget))
+        cache = EvictingCache(config, registry.create(name, budget))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, EvictingLayer | DynamicLayer):
