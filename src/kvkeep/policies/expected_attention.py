@@ -40,8 +40,8 @@ class ExpectedAttention(AttentionPolicy):
 
     def __init__(self, budget: Budget, horizon: int = 512, epsilon: float = 0.0, use_covariance: bool = True):
         super().__init__(budget)
-        if horizon < 1:
-            raise ValueError(f"horizon must be at least 1, not {horizon}")
+        if not isinstance(horizon, int) or horizon < 1:
+            raise ValueError(f"horizon must be a whole number of positions, at least 1, not {horizon}")
         self.horizon, self.epsilon, self.use_covariance = horizon, epsilon, use_covariance
 
     @classmethod

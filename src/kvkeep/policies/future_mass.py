@@ -20,6 +20,9 @@ class FutureMass(EntryPolicy):
         group, count_normalised, eps: see :func:`kvkeep.attention_mass.future_attention`.
         log_gamma: log of the decay per ``step`` tokens, <= 0; 0 = none (see :func:`kvkeep.lifetimes.static_priority`).
         step: tokens per decay step.
+
+    Raises:
+        ValueError: for an option outside these.
     """
 
     name = "future_mass"
@@ -37,6 +40,10 @@ class FutureMass(EntryPolicy):
         step: int = 64,
     ):
         super().__init__(budget)
+        if group not in ("max", "mean_log", "log_mean"):
+            raise ValueError(f"group must be 'max', 'mean_log' or 'log_mean', not {group!r}")
+        if log_gamma > 0 or step < 1:
+            raise ValueError(f"log_gamma must be at most 0 and step at least 1, not {log_gamma} and {step}")
         self.group, self.count_normalised, self.eps, self.log_gamma, self.step = (
             group,
             count_normalised,

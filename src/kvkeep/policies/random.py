@@ -23,11 +23,12 @@ class Random(EntryPolicy):
     def __init__(self, budget: Budget, seed: int = 0):
         super().__init__(budget)
         self.seed = seed
+        self._bits = (seed + 2**63) % 2**64 - 2**63  # as a signed 64-bit number
 
     def priority(self, step: Step) -> Tensor:
         geometry, positions = step.geometry, step.positions
         head = torch.arange(geometry.kv_heads, device=positions.device)
-        stream = mix(mix(mix(torch.tensor(self.seed, device=head.device)) + geometry.layer) + head)  # [H]
+        stream = mix(mix(mix(torch.tensor(self._bits, device=head.device)) + geometry.layer) + head)  # [H]
         bits = mix(stream[None, :, None] + positions[:, None])  # [B, H, n]
         return (bits & 0xFFFFFF).float() / 2**24
 

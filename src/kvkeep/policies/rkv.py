@@ -34,6 +34,8 @@ class RKV(SnapKV):
         super().__init__(budget, **attention)
         if not 0 <= mix <= 1:
             raise ValueError(f"mix must be in [0, 1], not {mix}")
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold is a cosine in [0, 1], not {threshold}")
         self.mix, self.threshold = mix, threshold
 
     def keep_scores(self, held: Held) -> Tensor:

@@ -19,6 +19,8 @@ class SnapKV(AttentionPolicy):
 
     Args:
         observation: how many of the newest queries vote; the keys of the same number of newest tokens are not older.
+            They keep their own vote unpooled (0 with ``normalise="older"``), which matters only where the budget's
+            window is shorter and they may go.
         kernel: odd width of the max-pool, 1 = none.
         head_reduce: "mean_prob" = softmax per query head, then mean over the group (the paper); "max_logit" = maximum
             of the logits over the group, then softmax (ForesightKV's code).
