@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 import kvkeep
-from tiny import HANDED
+from tiny import HANDED, tiny_model
 
 ENTRY = kvkeep.Budget(sinks=2, window=4, topk=10)
 TIGHT = kvkeep.Budget(sinks=0, window=1, topk=3)
@@ -11,11 +13,19 @@ BLOCKS = kvkeep.Budget(sinks=0, window=5, topk=6, interval=5)
 SINKS = kvkeep.Budget(sinks=3, window=2, topk=9, interval=3)
 SINGLE = kvkeep.Budget(sinks=0, window=0, topk=12, interval=1)
 
+LEARNED = [  # options of a random scorer
+    ("kvpop_mlp", ENTRY, {"log_gamma": -0.3, "decay_step": 4}),
+    ("kvpop_mlp", TIGHT, {"hidden": 5}),
+    ("kvpop", ENTRY, {"features": 4, "log_gamma": -0.2, "decay_step": 8}),
+    ("kvpop", TIGHT, {"features": 2, "value_dim": 3, "normaliser": "xlstm", "chunk": 5}),
+    ("kvpop", ENTRY, {"features": 4, "delay": False, "chunk": 7}),
+]
 WITHOUT_QUERIES = [
     ("streaming", ENTRY, {}),
     ("streaming", TIGHT, {}),
     ("random", ENTRY, {"seed": 3}),
     ("random", TIGHT, {}),
+    *LEARNED,
 ]
 WITH_QUERIES = [
     ("tova", SINGLE, {}),
@@ -41,9 +51,30 @@ ORACLES = [
 EVERY = WITHOUT_QUERIES + WITH_QUERIES + ORACLES
 
 
-def make(case):
+def make(case, model=None):
+    """The policy of a case; a learned one gets a random scorer for ``model`` (None = the default tiny model)."""
     name, budget, options = case
-    return kvkeep.policies.create(name, budget, **options)
+    if not kvkeep.policies.describe(name).learned:
+        return kvkeep.policies.create(name, budget, **options)
+    config = (tiny_model() if model is None else model).config
+    return kvkeep.policies.create(name, budget, scorer=random_scorer(name, config, budget, **options))
+
+
+def random_scorer(name, config, budget, log_gamma=0.0, seed=0, **options):
+    """A scorer of large random weights and statistics, whose decay differs from head to head."""
+    scorer = kvkeep.scorers.new(name, config, budget, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * max(parameter.shape[-2], 4) ** -0.5)
+        for layer in scorer.layers.values():
+            shape = layer.input_mean.shape
+            layer.standardise_inputs(
+                torch.randn(shape, generator=generator) * 0.1, torch.rand(shape, generator=generator) + 0.5
+            )
+            layer.standardise_scores(torch.randn(shape[0], generator=generator), torch.full(shape[:1], 0.7))
+            layer.log_gamma.copy_(log_gamma * torch.linspace(0.5, 1.5, shape[0]))
+    return scorer
 
 
 def label(case):

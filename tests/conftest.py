@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # After the lines above: the thread count is read when torch is imported.
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -18,3 +19,24 @@ settings.register_profile("default", **_common)
 settings.register_profile("ci", derandomize=True, **_common)
 settings.register_profile("long", max_examples=1000, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A model folder for the command line, see byte_model.py."""
+    import byte_model
+
+    path = tmp_path_factory.mktemp("byte_model")
+    byte_model.write(path)
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Three text files of more than 100 bytes."""
+    paths = []
+    for i in range(3):
+        path = tmp_path / f"text{i}.txt"
+        path.write_text(f"Text number {i}. " + " ".join(str((i + 3) * n * n % 97) for n in range(60)))
+        paths.append(path)
+    return paths

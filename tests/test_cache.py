@@ -29,7 +29,7 @@ def generate(model, ids, policy, mask=None, prefill="sparse", **options):
 
 def roomy(case):
     name, budget, options = case
-    return kvkeep.policies.create(name, ROOMY["attention" if budget.interval else "entry"], **options)
+    return make((name, ROOMY["attention" if budget.interval else "entry"], options))
 
 
 @pytest.mark.parametrize("case", ONLINE, ids=label)

@@ -71,11 +71,8 @@ def test_decoding_is_the_replay(case, prompt):
 @pytest.mark.parametrize("case", ONLINE, ids=label)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(case, family):
-    model, ids, policy = (
-        tiny_model(family, group=4, kv_heads=1 if family == "gemma3" else 2),
-        random_ids(40),
-        make(case),
-    )
+    model, ids = tiny_model(family, group=4, kv_heads=1 if family == "gemma3" else 2), random_ids(40)
+    policy = make(case, model)
     offline = kvkeep.replay(model, ids, policy, return_logits=True)
     online, gone, _ = decode(model, ids, policy, [3])
     assert (online - offline.logits).abs().max() <= 1e-8
@@ -106,7 +103,8 @@ def test_float32_logits_under_the_same_decisions(case):
 
 @pytest.mark.parametrize("case", all_policies.EVERY, ids=label)
 def test_replay_is_full_attention_under_its_lifetimes(case):
-    model, ids, policy = tiny_model("gemma3"), random_ids(LENGTH), make(case)
+    model, ids = tiny_model("gemma3"), random_ids(LENGTH)
+    policy = make(case, model)
     offline = kvkeep.replay(model, ids, policy, return_logits=True)
     reference, _ = masked_forward(model, ids, offline.evicted_at)
     dense, _ = masked_forward(model, ids, [None] * 3)
@@ -179,11 +177,12 @@ def test_pieces_of_any_length_give_the_same(case, pieces, seed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_entry_policies_under_stock_attention(case, attention, family):
     """Keys and values alone decide, so sdpa and eager decode the same; eager's softmax is float32."""
-    policy, tolerance = make(case), 1e-8 if attention == "sdpa" else 1e-3
+    tolerance = 1e-8 if attention == "sdpa" else 1e-3
+    model = tiny_model(family, attention=attention, dtype=torch.float64 if attention == "sdpa" else torch.float32)
+    policy = make(case, model)
     rest = policy.budget.rest
     rows = [random_ids(length, seed=length)[0] for length in (22 + rest, 24 + rest, 23 + rest)]
     ids, mask = left_pad(rows)
-    model = tiny_model(family, attention=attention, dtype=torch.float64 if attention == "sdpa" else torch.float32)
     prompt = max(rest - 1, 1)
     online, _, _ = decode(model, ids, policy, [prompt], mask=mask)
     for index, row in enumerate(rows):

@@ -23,7 +23,7 @@ def masked_attention(
 
     Args:
         query: ``[B, Hq, n, D]``; key: ``[B, H, m, D]``; value: ``[B, H, m, Dv]``.
-        mask: bool, broadcastable to ``[B, H, n, m]``, True where a query may see a key; None where all may.
+        mask: bool, four axes that broadcast to ``[B, H, n, m]``, True where a query may see a key; None = everywhere.
         scaling: factor on the logits.
 
     Returns:
@@ -91,10 +91,7 @@ def live_attention(
     outputs = []
     for start in range(offset, length, block):
         stop = min(start + block, length)
-        alive = gather_live_rows(alive, evicted_at, start)
-        alive = torch.cat([alive, token[start:stop].expand(*alive.shape[:2], -1)], -1)
-        rows = token[start:stop, None]  # [rows, 1]
-        mask = (alive[:, :, None] <= rows) & (rows < evicted_at.gather(2, alive.long())[:, :, None])
+        alive, mask = live_block(alive, evicted_at, token, start, stop)
         outputs.append(
             masked_attention(
                 query[:, :, start - offset : stop - offset],
@@ -105,6 +102,14 @@ def live_attention(
             )[0]
         )
     return torch.cat(outputs, 2)
+
+
+def live_block(alive: Tensor, evicted_at: Tensor, token: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Tokens that queries ``start .. stop - 1`` may see, ``[B, H, n]``, and which each does, ``[B, H, rows, n]``."""
+    alive = gather_live_rows(alive, evicted_at, start)
+    alive = torch.cat([alive, token[start:stop].expand(*alive.shape[:2], -1)], -1)
+    rows = token[start:stop, None]
+    return alive, (alive[:, :, None] <= rows) & (rows < evicted_at.gather(2, alive.long())[:, :, None])
 
 
 def gather_live_rows(alive: Tensor, evicted_at: Tensor, query: int) -> Tensor:
@@ -118,3 +123,28 @@ def gather_live_rows(alive: Tensor, evicted_at: Tensor, query: int) -> Tensor:
     dead = evicted_at.gather(2, alive.long()) <= query
     longest = alive.shape[-1] - int(dead.sum(-1).min())
     return alive.gather(2, dead.to(torch.uint8).argsort(dim=-1, stable=True)[..., :longest])
+
+
+@torch.no_grad()
+def live_lse(query: Tensor, key: Tensor, evicted_at: Tensor, scaling: float, block: int = ROW_BLOCK) -> Tensor:
+    """Log of the sum of exponentials over the tokens alive at each query: the normaliser of :func:`live_attention`.
+
+    Args:
+        query: ``[B, Hq, S, D]``; key: ``[B, H, S, D]``; evicted_at: int ``[B, H, S]``; scaling: on the logits.
+        block: queries per row block.
+
+    Returns:
+        ``[B, Hq, S]`` in float32 or the input's dtype, whichever is wider.
+    """
+    batch, kv_heads, length = key.shape[:3]
+    token = torch.arange(length, dtype=evicted_at.dtype, device=query.device)
+    alive = token[:0].expand(batch, kv_heads, -1)
+    blocks = []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        alive, mask = live_block(alive, evicted_at, token, start, stop)
+        grouped = query[:, :, start:stop].unflatten(1, (kv_heads, -1))  # [B, H, G, rows, D]
+        logits = torch.einsum("bhgqd,bhkd->bhgqk", grouped, gather_slots(key, alive)) * scaling
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        blocks.append(logits.masked_fill(~mask.unsqueeze(2), -torch.inf).logsumexp(-1).flatten(1, 2))
+    return torch.cat(blocks, 2)

@@ -11,13 +11,17 @@ from kvkeep.policies.full import Full
 from kvkeep.policies.future_mass import FutureMass
 from kvkeep.policies.golden import Golden
 from kvkeep.policies.h2o import H2O, DecayedH2O
+from kvkeep.policies.kvpop import KVpop
+from kvkeep.policies.kvpop_mlp import KVpopMLP
+from kvkeep.policies.learned import Learned
 from kvkeep.policies.random import Random
 from kvkeep.policies.rkv import RKV
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.streaming import Streaming
 from kvkeep.policies.tova import Tova
 
-_METHODS = (Full, Random, Streaming, Tova, H2O, DecayedH2O, SnapKV, RKV, ExpectedAttention, Golden, FutureMass)
+_RULES = (Full, Random, Streaming, Tova, H2O, DecayedH2O, SnapKV, RKV, ExpectedAttention)
+_METHODS = (*_RULES, KVpopMLP, KVpop, Golden, FutureMass)
 REGISTRY: dict[str, type[Policy]] = {method.name: method for method in _METHODS}
 
 __all__ = ["REGISTRY", "AttentionPolicy", "EntryPolicy", "Policy", "budget", "create", "describe", "names"]
@@ -47,7 +51,9 @@ def budget(name: str, slots: int, **overrides: int) -> Budget | None:
     Args:
         name: a registered policy.
         slots: the hard bound, what ``--budget`` means.
-        overrides: any of ``sinks``, ``window``, ``interval``; None means not given.
+        overrides: any of ``sinks``, ``window``, ``interval``, and for a learned policy ``state_entries``, the tokens
+            that its scorer's memory is charged as (by default those of a memory sized for ``slots``); None means not
+            given.
 
     Raises:
         ValueError: for an unknown policy, a part that the kind of policy does not have, or slots too few for the
@@ -57,7 +63,10 @@ def budget(name: str, slots: int, **overrides: int) -> Budget | None:
     if method.kind == "full":
         return None
     overrides = {part: size for part, size in overrides.items() if size is not None}
-    unknown = set(overrides) - {"sinks", "window", "interval"}
+    for part, size in {"slots": slots, **overrides}.items():
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
+            raise ValueError(f"{part} must be an integer, not {size!r}")
+    unknown = set(overrides) - {"sinks", "window", "interval"} - ({"state_entries"} if method.learned else set())
     if unknown:
         raise ValueError(f"a budget has sinks, window and interval to override, not {', '.join(sorted(unknown))}")
     split = method.default_budget(slots, **overrides)
@@ -71,21 +80,26 @@ def create(name: str, budget_or_slots: Budget | int | None = None, scorer=None, 
     Args:
         name: a registered policy.
         budget_or_slots: a :class:`~kvkeep.Budget`, obeyed as given, or a number of slots, split by the policy's
-            defaults. Not needed for ``full``.
-        scorer: the trained module of a learned policy; None for a rule.
+            defaults; a learned policy then pays for its scorer's memory out of top-k. Not needed for ``full``.
+        scorer: of a learned policy, from :func:`kvkeep.load_scorer` or :func:`kvkeep.scorers.new`; None for a rule.
         options: the policy's own, see its class.
 
     Raises:
-        ValueError: for an unknown policy or option, a missing or impossible budget, a scorer where none is used.
+        ValueError: for an unknown policy or option, a missing or impossible budget, a scorer where none is used, none
+            where one is, or one of another method.
     """
     method = describe(name)
-    if scorer is not None:
+    if method.learned:
+        Learned.require_scorer(name, scorer)
+        options["scorer"] = scorer
+    elif scorer is not None:
         raise ValueError(f"policy {name!r} is a rule and takes no scorer")
     if method.kind != "full" and budget_or_slots is None:
         raise ValueError(f"policy {name!r} needs a budget: a kvkeep.Budget or a number of slots")
     split = budget_or_slots if isinstance(budget_or_slots, Budget) else None
     if split is None and budget_or_slots is not None:
-        split = budget(name, budget_or_slots)
+        charged = {"state_entries": scorer.state_entries} if method.learned else {}
+        split = budget(name, budget_or_slots, **charged)
     _check_kind(method, split)
     try:
         return method(split, **options)

@@ -14,6 +14,7 @@ Keep scores and priorities are "higher stays" everywhere; among equals the newes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import ClassVar
 
 import torch
@@ -68,7 +69,8 @@ def split_slots(slots: int, sinks: int, window: int, interval: int) -> Budget:
         ValueError: naming the numbers, where they leave nothing.
     """
     reserved = sinks + window + interval
-    if not isinstance(slots, int) or slots <= reserved:
+    slots = index(slots)
+    if slots <= reserved:
         parts = f"sinks {sinks} + window {window}" + (f" + interval {interval}" if interval else "")
         raise ValueError(f"a budget of {slots} slots must be above {parts} = {reserved}")
     return Budget(sinks=sinks, window=window, topk=slots - reserved, interval=interval)
@@ -85,6 +87,7 @@ class Policy:
     kind: ClassVar[str]  # "full", "entry" or "attention"
     paper: ClassVar[str] = ""
     oracle: ClassVar[bool] = False  # sees the future: runs offline (replay) only
+    learned: ClassVar[bool] = False  # needs a scorer, see kvkeep.policies.learned
     needs_rotary: ClassVar[bool] = False  # wants Geometry.rotary filled in
 
     def __init__(self, budget: Budget | None):
@@ -94,6 +97,9 @@ class Policy:
     def default_budget(cls, slots: int, **overrides: int) -> Budget:
         """Split ``slots`` into sinks, window, topk and interval; ``overrides`` name parts that the user fixes."""
         raise NotImplementedError
+
+    def require_fits(self, config) -> None:
+        """Raise ValueError where the policy was made for another model than this config's; called before it is run."""
 
     def foresee(self, geometry: Geometry, query: Tensor, key: Tensor) -> Memory:
         """Oracles only: a memory filled from the future.
@@ -139,8 +145,8 @@ class EntryPolicy(Policy):
         parts = {"sinks": 4, "window": 256 if slots >= 2048 else 32, "interval": 0} | overrides
         return split_slots(slots, **parts)
 
-    def new_memory(self, geometry: Geometry, batch: int, device: torch.device) -> Memory:
-        """The state before the first token. Stateless policies have none."""
+    def new_memory(self, geometry: Geometry, batch: int, device: torch.device, dtype: torch.dtype) -> Memory:
+        """The state before the first token; ``dtype`` is that of priorities. Stateless policies have none."""
         return {}
 
     def priority(self, step: Step) -> Tensor:
@@ -187,7 +193,9 @@ class AttentionPolicy(Policy):
 
     @classmethod
     def default_budget(cls, slots: int, **overrides: int) -> Budget:
-        interval = overrides.get("interval", slots // 4)
+        interval = overrides.get("interval", max(slots // 4, 1))
+        if interval < 1:
+            raise ValueError(f"policy {cls.name!r} decides every interval: interval must be at least 1, not {interval}")
         parts = {"sinks": 0, "window": interval, "interval": interval} | overrides
         return split_slots(slots, **parts)
 

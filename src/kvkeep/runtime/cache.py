@@ -71,7 +71,7 @@ class EvictingCache(Cache):
                 f"policy {policy.name!r} is an oracle: it reads the future and cannot generate; use replay"
             )
         config = text_config(config)
-        bounded = bounded_layers(config)
+        bounded = bounded_layers(config, policy)
         if policy.kind == "attention":
             _require_queries(policy, config)
         layers = stock_cache_layers(config)

@@ -37,7 +37,7 @@ class EntryResidency(Residency):
         self.slots.add_extra("priority", (), self.wide, PROTECTED)
         heads = self.slots.positions.shape[:2]
         self.recent = torch.zeros(*heads, self.budget.window, dtype=torch.int64, device=keys.device)
-        self.memory = policy.new_memory(geometry, keys.shape[0], keys.device)
+        self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
         positions = self.positions(1)  # [B, 1]

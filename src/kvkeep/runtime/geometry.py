@@ -9,6 +9,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvkeep.policies.base import Geometry, Policy, Rotary
 
+# Models whose attention pairs dimension i with i + n, checked one by one in the tests; a config does not say it, and a
+# wrong guess (GLM and Cohere interleave their pairs) would go unnoticed.
+HALF_ROTATION = {
+    *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("granite", "olmo2", "phi3", "smollm3", "stablelm", "starcoder2"),
+}
 # Frequencies that change with the length seen so far cannot be undone for a query of an earlier length.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -35,17 +41,24 @@ def stock_cache_layers(config: PreTrainedConfig) -> list:
     return layers
 
 
-def bounded_layers(config: PreTrainedConfig) -> list[bool]:
+def bounded_layers(config: PreTrainedConfig, policy: Policy | None = None) -> list[bool]:
     """True for every full-attention layer; sliding, linear and shared layers keep what they are.
 
+    Args:
+        config: of the decoder.
+        policy: the one that is to bound them; None where that does not matter yet.
+
     Raises:
-        ValueError: for a model without a KV cache, or one whose layers are all bounded or stateless already.
+        ValueError: for a model without a KV cache, one whose layers are all bounded or stateless already, or one that
+            the policy was not made for.
     """
     bounded = [type(layer) is DynamicLayer for layer in stock_cache_layers(config)]
     if not any(bounded):
         raise ValueError(
             f"{type(config).__name__} has no full-attention layer: its sliding or linear layers are bounded already"
         )
+    if policy is not None:
+        policy.require_fits(config)
     return bounded
 
 
@@ -66,11 +79,14 @@ def rotary(config: PreTrainedConfig, layer: int, head_dim: int) -> Rotary | None
     """The rotary embedding of a layer, None for a model without one.
 
     Raises:
-        ValueError: for an embedding whose frequencies depend on the length.
+        ValueError: for an embedding whose layout is not known, or whose frequencies depend on the length.
     """
     parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
+    rotates = getattr(config, "no_rope_layers", None)  # 1 where a layer rotates (SmolLM3)
+    if not parameters or (rotates and not rotates[layer]):
         return None
+    if config.model_type not in HALF_ROTATION:
+        raise ValueError(f"the layout of the rotary embedding of {config.model_type!r} models is not known to kvkeep")
     layer_type = None
     if "rope_type" not in parameters and "rope_theta" not in parameters:  # one set of parameters per type of layer
         layer_type = config.layer_types[layer]

@@ -7,6 +7,7 @@ piece. A token's loss is what a model would have paid for it had it generated th
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Geometry, Policy
 from kvkeep.runtime import attention
 from kvkeep.runtime.entry import EntryResidency
 from kvkeep.runtime.geometry import bounded_layers, layer_geometry, text_config
@@ -22,6 +23,10 @@ from kvkeep.runtime.interval import IntervalResidency
 from kvkeep.runtime.residency import rows_by
 from kvkeep.slots import pad_front
 from kvkeep.sparse_attention import causal_attention
+
+Observer = Callable[[Geometry, Tensor, Tensor, Tensor, Tensor], None]
+"""Called with (geometry, query ``[B, Hq, S, D]``, key, value ``[B, H, S, D]``, evicted_at ``[B, H, S]``) of a layer,
+for each group of rows that are padded alike, without the pads."""
 
 HEAD_BLOCK = 256  # positions whose logits exist at a time
 
@@ -53,6 +58,7 @@ def replay(
     attention_mask: Tensor | None = None,
     return_logits: bool = False,
     gradients: bool = False,
+    observe: Observer | None = None,
 ) -> Replay:
     """Run ``input_ids`` through the model as if it had been generated under ``policy``.
 
@@ -65,6 +71,7 @@ def replay(
         attention_mask: ``[B, S]``, 0 at left padding; None = no padding.
         return_logits: also return all logits; otherwise only ``HEAD_BLOCK`` positions of them exist at a time.
         gradients: keep the graph (entry policies and ``full`` only); otherwise the call runs without gradients.
+        observe: called in every bounded layer, see :data:`Observer`.
 
     Raises:
         ValueError: for a model without full-attention layers, one that does not hand keywords down to its attention,
@@ -76,7 +83,7 @@ def replay(
         raise ValueError(f"policy {policy.name!r} writes its slots in place and has no gradients")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     pads = attention.left_padding(mask.bool())
-    session = _Session(model, policy, pads, gradients)
+    session = _Session(model, policy, pads, observe)
     with torch.set_grad_enabled(gradients), _kvkeep_attention(model):
         hidden = session.forward(model, input_ids, mask)
         loss, entropy, logits = _score(model, hidden, input_ids, return_logits)
@@ -87,10 +94,11 @@ def replay(
 class _Session:
     """Attends for every bounded layer during one replay and collects the lifetimes."""
 
-    def __init__(self, model: PreTrainedModel, policy: Policy, pads: list[int], gradients: bool):
+    def __init__(self, model: PreTrainedModel, policy: Policy, pads: list[int], observe: Observer | None):
         self.config = text_config(model.config)
-        self.policy, self.gradients = policy, gradients
-        self.bounded = bounded_layers(self.config)
+        self.policy = policy
+        self.bounded = bounded_layers(self.config, policy)
+        self.observe = observe
         self.groups = rows_by(pads)  # rows of equal padding are run together, on their unpadded columns
         self.padded = any(pads)
         self.lifetimes: list[Tensor | None] = [None] * len(self.bounded)
@@ -127,6 +135,8 @@ class _Session:
         for pad, rows in self.groups:
             real = [tensor[rows, :, pad:] if self.padded else tensor for tensor in (query, key, value)]
             output, evicted_at = self._attend_rows(geometry, pad, *real)
+            if self.observe is not None and not self.looking_ahead:
+                self.observe(geometry, *real, evicted_at)
             outputs.append(pad_front(output, pad))
             lifetimes.append(pad_front(evicted_at + pad, pad))
         order = torch.tensor([row for _, rows in self.groups for row in rows], device=key.device).argsort()

@@ -1,0 +1,170 @@
+"""`kvkeep evaluate`: what eviction costs, per policy and budget, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import kvkeep
+from kvkeep import policies
+from kvkeep.cli import common
+from kvkeep.evaluation import documents
+from kvkeep.evaluation.contenders import Contender, line_up
+from kvkeep.evaluation.evaluate import evaluate, first_measured
+from kvkeep.evaluation.store import write_atomic
+from kvkeep.evaluation.table import table
+
+DataFlag = Annotated[list[Path] | None, typer.Option("--data", metavar="FILE...", help="Texts; the bundled ones else.")]
+CountFlag = Annotated[int | None, typer.Option("--documents", min=1, help="At most so many, of all kinds in turn.")]
+ScorersFlag = Annotated[list[str] | None, typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy.")]
+
+LEGEND = """
+loss ratio: loss under the policy over loss with the full cache, same tokens; 95 % bootstrap interval over documents.
+low, high: the ratio on the 80 % of tokens that the full model is surest of, and on the rest.
+*: the best without training or foresight.
+"""
+
+
+def run(
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More files for --data.")] = None,
+    model: common.ModelFlag = common.DEFAULT_MODEL,
+    policy_names: Annotated[str, typer.Option("--policies", help="Names, a,b,c; all: that need no scorer.")] = "all",
+    budgets: Annotated[str, typer.Option("--budgets", help="Tokens per KV head, like 128,256.")] = "128",
+    length: Annotated[int, typer.Option("--length", min=3, help="Tokens of every document.")] = 1024,
+    data: DataFlag = None,
+    kinds: Annotated[str | None, typer.Option("--kinds", help="Only documents of these, like prose,code.")] = None,
+    count: CountFlag = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Result; work is kept beside it.")] = None,
+    sinks: common.SinksFlag = None,
+    window: common.WindowFlag = None,
+    interval: common.IntervalFlag = None,
+    budget_at_rest: common.AtRestFlag = False,
+    scorer: ScorersFlag = None,
+    dtype: common.DtypeFlag = None,
+    device: common.DeviceFlag = None,
+    seed: common.SeedFlag = 0,
+) -> None:
+    """Measure what eviction costs.
+
+    The model reads documents under every policy; its loss is compared with that of the full cache. With
+    --json, finished work is kept in FILE.work, and the same command goes on where it was stopped.
+    """
+    scorers = _scorers(scorer or [])
+    runnable = [name for name in policies.names() if name in scorers or not policies.describe(name).learned]
+    contenders = line_up(
+        runnable if policy_names == "all" else common.names(policy_names),
+        seed=seed,
+        at_rest=budget_at_rest,
+        overrides={"sinks": sinks, "window": window, "interval": interval},
+        scorers=scorers,
+    )
+    tokens = common.numbers(budgets, "--budgets")
+    for budget in tokens:
+        first_measured(contenders, budget, length)
+    _check_output(out)
+    texts = _texts([*(data or []), *(more or [])], kinds)
+    language_model, tokenizer = common.load(model, dtype, device)
+    packed = documents.pack(texts, tokenizer, length)
+    chosen = in_turn(packed, count)
+    if packed.skipped:
+        print(f"kvkeep: {len(packed.skipped)} documents have fewer than {length} tokens, skipped", file=sys.stderr)
+    settings = {"model": model, "documents_skipped": len(packed.skipped)}
+    result = measured(language_model, chosen, contenders, tokens, length, seed, out, settings)
+    if out is not None:
+        write_atomic(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    show(result)
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
+def measured(
+    model: Any,
+    packed: Sequence[tuple[Any, Any]],
+    contenders: Sequence[Contender],
+    budgets: Sequence[int],
+    length: int,
+    seed: int,
+    out: Path | None,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """`evaluate` with a progress bar, keeping its work beside `out`."""
+    work = None if out is None else out.with_name(out.name + ".work")
+    try:
+        with common.progress_bar() as show:
+            return evaluate(
+                model,
+                packed,
+                contenders,
+                budgets,
+                length,
+                seed=seed,
+                resume_dir=work,
+                progress=show,
+                settings=settings,
+            )
+    except KeyboardInterrupt:
+        kept = "nothing was kept" if work is None else f"what is finished is in {work}; the same command goes on there"
+        print(f"kvkeep: stopped; {kept}", file=sys.stderr)
+        raise
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints the tables and what they mean."""
+    console = common.output()
+    console.print(table(result, console.width))
+    console.print(LEGEND)
+
+
+def in_turn(packed: Sequence[tuple[Any, Any]], count: int | None) -> list[tuple[Any, Any]]:
+    """At most `count` documents, taken from every kind in turn, in the order they came in."""
+    if count is None:
+        return list(packed)
+    by_kind: dict[str, list[int]] = {}
+    for index, (document, _) in enumerate(packed):
+        by_kind.setdefault(document.kind, []).append(index)
+    turns = [index for index in chain(*zip_longest(*by_kind.values())) if index is not None]
+    return [packed[index] for index in sorted(turns[:count])]
+
+
+def _texts(files: list[Path], kinds: str | None) -> list[Any]:
+    wanted = None if kinds is None else common.names(kinds)
+    if files:
+        texts = documents.read(files)
+    else:
+        texts = documents.bundled() if wanted is None else documents.bundled(kinds=tuple(wanted))
+    known = dict.fromkeys(document.kind for document in texts)
+    for kind in wanted or []:
+        if kind not in known:
+            raise ValueError(f"no document is of kind {kind!r}; there are {', '.join(known)}")
+    return [document for document in texts if wanted is None or document.kind in wanted]
+
+
+def _scorers(given: list[str]) -> dict[str, tuple[Any, str]]:
+    scorers = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or not name or not folder:
+            raise ValueError(f"--scorer takes NAME=DIR, not {text!r}")
+        policies.describe(name)
+        scorers[name] = (kvkeep.load_scorer(folder), folder)
+    return scorers
+
+
+def _check_output(out: Path | None) -> None:
+    """Finds out before hours of work whether the result could be written after them."""
+    if out is None:
+        return
+    folder = out.absolute().parent
+    if out.is_dir():
+        raise ValueError(f"--json {out} is a folder; it should be a file")
+    if not folder.is_dir():
+        raise ValueError(f"--json {out}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--json {out}: the folder {folder} cannot be written to")

@@ -1,0 +1,311 @@
+"""What a scorer is: small networks, one per bounded layer, that foresee which tokens later queries will attend to.
+
+A :class:`Scorer` holds a :class:`LayerScorer` for every bounded layer, all its KV heads packed in one. It turns cached
+pairs (keys after the rotary embedding, values) into a number per token; higher stays. Three steps, each in float32 or
+wider whatever the cache is made of:
+
+1. the network's raw output, from inputs standardised per head and dimension;
+2. the **score**, the raw output standardised per head, so that one decay means the same in every head;
+3. the **priority**, ``score - floor(t / decay_step) * log_gamma``, which ranks the tokens
+   (KVpop, arXiv 2607.05061, section 3, as a static priority).
+
+Knows tensors, budgets and the shape of a model; nothing of caches, policies or transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kvkeep.budget import Budget
+from kvkeep.lifetimes import static_priority
+from kvkeep.scorers.layout import LayerShape, Layout
+from kvkeep.slots import pad_front
+
+Pair = tuple[Tensor, Tensor]  # keys, values [B, H, n, D]
+State = dict[str, Tensor]  # a scorer's memory in one layer: name -> tensor whose first axis is the batch
+
+DECAY_STEP = 64  # tokens per step of the decay
+SHARE = 0.08  # of the slots, what a memory may cost
+
+
+class ScorerError(ValueError):
+    """A scorer cannot be made, read, or used with this model; the message is one sentence."""
+
+
+class LayerScorer(nn.Module):
+    """The scorer of one layer, all KV heads at once. Methods subclass it and fill in :meth:`raw`.
+
+    Args:
+        shape: the layer.
+        options: what ``Options`` of the subclass holds.
+        generator: draws the initial weights.
+
+    Attributes:
+        input_mean, input_std: ``[H, 2D]`` of the key and value; fitted on training data, frozen; 0 and 1 before.
+        score_mean, score_std: ``[H]`` of the raw output; likewise.
+        log_gamma: ``[H]``, log of the decay per step in standard deviations of the score, <= 0; 0 = none.
+    """
+
+    method: ClassVar[str]  # the policy it serves
+    Options: ClassVar[type]  # a frozen dataclass
+
+    def __init__(self, shape: LayerShape, options, generator: torch.Generator):
+        super().__init__()
+        self.shape, self.options = shape, options
+        heads, inputs = shape.kv_heads, 2 * shape.head_dim
+        self.register_buffer("input_mean", torch.zeros(heads, inputs))
+        self.register_buffer("input_std", torch.ones(heads, inputs))
+        self.register_buffer("score_mean", torch.zeros(heads))
+        self.register_buffer("score_std", torch.ones(heads))
+        self.register_buffer("log_gamma", torch.zeros(heads))
+
+    @classmethod
+    def complete(cls, options, layout: Layout, room: float, window: int):
+        """Options with what follows from model and budget filled in.
+
+        Args:
+            options: an ``Options``.
+            layout: the model.
+            room: slots of the smallest budget, the memory included.
+            window: of the largest budget.
+        """
+        return options
+
+    @classmethod
+    def state_entries(cls, options, head_dim: int, window: int) -> int:
+        """Tokens of a 2-byte cache that the memory of one KV head costs."""
+        return 0
+
+    def initial_state(
+        self, batch: int, device: torch.device, dtype: torch.dtype = torch.float32, window: int = 0
+    ) -> State:
+        """The memory before the first token; none for a stateless scorer.
+
+        Args:
+            batch, device, dtype: of the tensors; float32, or float64 for a float64 cache.
+            window: tokens between the entering and the leaving one.
+        """
+        return {}
+
+    def raw(self, entering: Tensor, leaving: Tensor, state: State) -> Tensor:
+        """The network: inputs ``[B, H, n, 2D]``, standardised -> ``[B, H, n]``, replacing the tensors of ``state``."""
+        raise NotImplementedError
+
+    def score(self, entering: Pair, leaving: Pair, state: State) -> Tensor:
+        """Scores of the leaving tokens at n steps.
+
+        Args:
+            entering: keys and values ``[B, H, n, D]`` of the tokens that enter at these steps.
+            leaving: those of the tokens that leave the window at the same steps.
+            state: memory, whose tensors are replaced.
+
+        Returns:
+            ``[B, H, n]``, in float32 or the dtype of the pairs or parameters, whichever is wider.
+        """
+        with full_precision(leaving[0].device):
+            raw = self.raw(self.standardised(entering), self.standardised(leaving), state)
+            return (raw - self.score_mean.to(raw.dtype)[:, None]) / self.score_std.to(raw.dtype)[:, None]
+
+    def standardised(self, pair: Pair) -> Tensor:
+        """Keys and values ``[B, H, n, D]`` -> inputs ``[B, H, n, 2D]`` of mean 0 and deviation 1."""
+        wide = torch.promote_types(pair[0].dtype, self.input_mean.dtype)
+        wide = torch.promote_types(wide, torch.float32)
+        inputs = torch.cat(pair, -1).to(wide)
+        return (inputs - self.input_mean.to(wide)[:, None]) / self.input_std.to(wide)[:, None]
+
+    def priority(self, score: Tensor, positions: Tensor, decay_step: int) -> Tensor:
+        """Scores ``[B, H, n]`` of tokens at ``positions`` ``[B, n]`` -> static priorities ``[B, H, n]``."""
+        return static_priority(score, self.log_gamma, decay_step, positions=positions[:, None])
+
+    @torch.no_grad()
+    def standardise_inputs(self, mean: Tensor, std: Tensor) -> None:
+        """Freeze the statistics ``[H, 2D]`` of the training data; a constant dimension counts as deviation 1."""
+        self.input_mean.copy_(mean)
+        self.input_std.copy_(torch.where(std > 0, std, torch.ones_like(std)))
+
+    @torch.no_grad()
+    def standardise_scores(self, mean: Tensor, std: Tensor) -> None:
+        """Freeze mean and deviation ``[H]`` of the raw output on the training data."""
+        self.score_mean.copy_(mean)
+        self.score_std.copy_(torch.where(std > 0, std, torch.ones_like(std)))
+
+
+class Scorer(nn.Module):
+    """A trained scorer, or one to train: made by :func:`kvkeep.scorers.new` or :func:`kvkeep.load_scorer`.
+
+    Args:
+        kind: the method's :class:`LayerScorer`.
+        layout: the model it belongs to.
+        options: the method's ``Options``, complete.
+        budgets: those it is trained for.
+        state_entries: what its memory is charged as, in tokens; None computes it.
+        decay_step: tokens per step of the decay.
+        seed: of the initial weights.
+
+    Attributes:
+        method: name of the policy it serves.
+        options: JSON-friendly.
+        metadata: whatever :meth:`save_pretrained` is to record beside; filled by loading.
+    """
+
+    def __init__(
+        self,
+        kind: type[LayerScorer],
+        layout: Layout,
+        options,
+        budgets: Sequence[Budget],
+        state_entries: int | None = None,
+        decay_step: int = DECAY_STEP,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if decay_step < 1:
+            raise ScorerError(f"decay_step must be at least 1 token, not {decay_step}")
+        self.method, self.layout, self.budgets, self.decay_step = kind.method, layout, tuple(budgets), decay_step
+        self.options: dict[str, Any] = json.loads(json.dumps(asdict(options)))
+        window = max(budget.window for budget in self.budgets)
+        needed = [kind.state_entries(options, shape.head_dim, window) for shape in layout.bounded]
+        self.state_entries = max(needed) if state_entries is None else state_entries
+        self.metadata: dict[str, Any] = {}
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleDict({str(shape.index): kind(shape, options, generator) for shape in layout.bounded})
+
+    @property
+    def geometry(self) -> tuple[LayerShape, ...]:
+        """The bounded layers: index, KV heads, query heads, head size."""
+        return self.layout.bounded
+
+    def layer(self, index: int) -> LayerScorer:
+        """The scorer of the model's layer ``index``.
+
+        Raises:
+            ScorerError: for a layer that is not bounded.
+        """
+        if str(index) not in self.layers:
+            raise ScorerError(f"this scorer has nothing for layer {index}, only for layers {', '.join(self.layers)}")
+        return self.layers[str(index)]
+
+    def initial_state(
+        self, layer: int, batch: int, device: torch.device, dtype: torch.dtype = torch.float32, window: int = 0
+    ) -> State:
+        """The memory of a layer before the first token; see :meth:`LayerScorer.initial_state`."""
+        return self.layer(layer).initial_state(batch, device, dtype, window)
+
+    def score(self, layer: int, entering: Pair, leaving: Pair, state: State) -> Tensor:
+        """Scores ``[B, H, n]`` of the tokens that leave; see :meth:`LayerScorer.score`."""
+        return self.layer(layer).score(entering, leaving, state)
+
+    def priority(self, layer: int, score: Tensor, positions: Tensor) -> Tensor:
+        """Static priorities ``[B, H, n]`` of tokens at ``positions`` ``[B, n]``, the decay included."""
+        return self.layer(layer).priority(score, positions, self.decay_step)
+
+    def forward(self, layer: int, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """Scores of all tokens of whole sequences, for training; the pairs' graph is cut, the scorer's is not.
+
+        Args:
+            layer: index in the model.
+            keys, values: ``[B, H, S, D]`` from the first token on, rotated, without pads.
+            window: of the budget.
+
+        Returns:
+            ``[B, H, S]``; 0 for the newest ``window`` tokens, which have not left and are never eligible.
+        """
+        keys, values = keys.detach(), values.detach()
+        length = keys.shape[2]
+        ahead = min(window, length)
+        leaving = tuple(pad_front(pair[:, :, : length - ahead], ahead) for pair in (keys, values))
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        state = self.initial_state(layer, keys.shape[0], keys.device, wide, window)
+        scores = self.score(layer, (keys, values), leaving, state)
+        return torch.cat([scores[..., ahead:], scores.new_zeros(*scores.shape[:2], ahead)], -1)
+
+    @torch.no_grad()
+    def set_decay(self, log_gamma: float | Tensor | Mapping[int, Any], decay_step: int | None = None) -> None:
+        """Set the decay of all layers, or of those in a mapping ``{layer: log_gamma}``.
+
+        Args:
+            log_gamma: log of the decay per step, in standard deviations of the score: a number or ``[H]``, <= 0.
+            decay_step: tokens per step; None leaves it.
+
+        Raises:
+            ScorerError: for a decay above 0 or not finite, or a step below 1.
+        """
+        if decay_step is not None and decay_step < 1:
+            raise ScorerError(f"decay_step must be at least 1 token, not {decay_step}")
+        given = log_gamma if isinstance(log_gamma, Mapping) else {shape.index: log_gamma for shape in self.geometry}
+        for index, value in given.items():
+            value = torch.as_tensor(value, dtype=torch.float32)
+            if not bool((torch.isfinite(value) & (value <= 0)).all()):
+                raise ScorerError(f"log_gamma must be finite and at most 0, not {value.tolist()} in layer {index}")
+            self.layer(index).log_gamma.copy_(value)
+        self.decay_step = self.decay_step if decay_step is None else decay_step
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits over everything that decides a priority: options, layout, decay and all tensors."""
+        record = [self.method, self.options, self.layout.to_json(), self.decay_step]
+        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def require_fits(self, config, fingerprint: str | None = None) -> None:
+        """Refuse a model this scorer was not made for.
+
+        Args:
+            config: the model's config.
+            fingerprint: of its weights, from :func:`kvkeep.scorers.model_fingerprint`; None does not compare them.
+
+        Raises:
+            ScorerError: naming the two values that differ: layers, full-attention layers, heads, head size, rotary
+                embedding, or fingerprint.
+        """
+        difference = self.layout.mismatch(Layout.of(config))
+        made_for = self.metadata.get("base_fingerprint")
+        if difference is None and fingerprint is not None and made_for is not None and fingerprint != made_for:
+            difference = f"trained on weights with fingerprint {made_for}, the model has {fingerprint}"
+        if difference is not None:
+            raise ScorerError(f"this {self.method} scorer does not fit the model: {difference}")
+
+    def save_pretrained(self, path: str | Path, half: bool = False, **metadata: Any) -> Path:
+        """Write scorer and model card into a folder; see :func:`kvkeep.scorers.checkpoint.save`."""
+        from kvkeep.scorers import checkpoint  # here: it builds on this file
+
+        return checkpoint.save(self, path, half, metadata)
+
+    def push_to_hub(self, repo_id: str, token: str | None = None, private: bool = False) -> str:
+        """Upload to the Hugging Face hub; see :func:`kvkeep.scorers.checkpoint.push`."""
+        from kvkeep.scorers import checkpoint  # here: it builds on this file
+
+        return checkpoint.push(self, repo_id, token, private)
+
+    def extra_repr(self) -> str:
+        return f"method={self.method}, options={self.options}, budgets={list(self.budgets)}"
+
+
+def full_precision(device: torch.device) -> AbstractContextManager:
+    """Shields what is inside from an autocast around it."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+
+
+def per_head(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear map of its own in every head: ``[B, H, n, I]``, ``[H, I, O]``, ``[H, O]`` -> ``[B, H, n, O]``."""
+    batch, heads, count, size = inputs.shape
+    rows = inputs.transpose(0, 1).reshape(heads, batch * count, size)
+    weight = weight.to(inputs.dtype)
+    mapped = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.to(inputs.dtype)[:, None], rows, weight)
+    return mapped.view(heads, batch, count, -1).transpose(0, 1)
+
+
+def drawn(generator: torch.Generator, *shape: int, std: float) -> nn.Parameter:
+    """A parameter drawn from a normal distribution, on the CPU so that a seed means the same everywhere."""
+    return nn.Parameter(torch.randn(*shape, generator=generator) * std)

@@ -1,0 +1,1 @@
+"""How a scorer learns what to keep: losses, and the loops that use them."""

@@ -1,0 +1,68 @@
+"""Calibrate a scorer's decay by what matters, the loss under eviction, on a few training documents.
+
+A decay learned by gradient collapses (labels that share it agree with anything), and recall against the teacher falls
+while loss improves, so neither can choose it. One number for all heads, in standard deviations of the score per
+``decay_step`` tokens, is chosen from a grid: a few forwards each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep import policies
+from kvkeep.runtime.replay import replay
+from kvkeep.scorers import Scorer
+
+GRID = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 1.0)
+
+
+def calibrate_decay(
+    model: PreTrainedModel,
+    scorer: Scorer,
+    documents: Sequence[tuple[object, Tensor]],
+    grid: Sequence[float] = GRID,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> dict[float, float]:
+    """Set the scorer's decay to the one of least loss, averaged over the budgets it is trained for.
+
+    Args:
+        model: the backbone.
+        scorer: fitted, its scores standardised; its decay is replaced.
+        documents: of the training set, a few.
+        grid: decays to try, in [0, 1] standard deviations per ``scorer.decay_step`` tokens.
+        progress: called with ("calibrate", done, total).
+
+    Returns:
+        Loss ratio to the full cache per decay, pooled over documents, mean over budgets.
+
+    Raises:
+        ValueError: for a decay outside [0, 1], or no document longer than the largest budget.
+    """
+    if not grid or min(grid) < 0 or max(grid) > 1:
+        raise ValueError(f"decays to try must lie in [0, 1], not {list(grid)}")
+    longest = max(budget.rest for budget in scorer.budgets)
+    texts = [ids.reshape(1, -1).to(model.device) for _, ids in documents if ids.numel() > longest + 1]
+    if not texts:
+        raise ValueError(f"no document to calibrate on is longer than the budget of {longest} tokens")
+    total, done = len(texts) * (1 + len(grid) * len(scorer.budgets)), 0
+    full, spent = [], {(decay, budget): 0.0 for decay in grid for budget in scorer.budgets}
+    for ids in texts:
+        full.append(replay(model, ids, policies.create("full")).token_loss)
+        for decay in grid:
+            scorer.set_decay(-decay)
+            for budget in scorer.budgets:
+                policy = policies.create(scorer.method, budget, scorer=scorer)
+                spent[decay, budget] += float(replay(model, ids, policy).token_loss[:, budget.rest :].sum())
+                done += 1
+                if progress is not None:
+                    progress("calibrate", done + len(full), total)
+    ratios = {}
+    for decay in grid:
+        each = [spent[decay, b] / float(sum(loss[:, b.rest :].sum() for loss in full)) for b in scorer.budgets]
+        ratios[decay] = sum(each) / len(each)
+    best = min(ratios, key=ratios.get)
+    scorer.set_decay(-best)
+    return ratios

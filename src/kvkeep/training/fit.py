@@ -1,0 +1,293 @@
+"""Fit a scorer to shards: one loop for every loss, resumable to the last digit.
+
+Step i takes the documents that a seeded shuffle of its epoch puts there, so nothing of the order has to be saved, and a
+run that was killed and resumed sees the same documents, losses and weights as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from kvkeep.budget import Budget
+from kvkeep.lifetimes import chance_recall, recall
+from kvkeep.scorers import Scorer
+from kvkeep.training import losses
+from kvkeep.training.harvest import Shard
+from kvkeep.training.state import Log, load_state, save_state
+
+GAMMA_RANGE = (
+    0.9,
+    1 - 1e-4,
+)  # of a decay learned by gradient: outside, the labels agree with anything (spec: collapse)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a scorer is fitted.
+
+    Attributes:
+        loss: "regression" (smooth L1 on the standardised log target) or "boundary" (KVpop, section 3.3).
+        steps, batch: optimiser steps, documents per step.
+        lr, warmup, betas, weight_decay, clip: AdamW with a linear warm-up, then cosine to 0; clip = gradient norm.
+        standardise: whether inputs are standardised per head and dimension on the training documents.
+        boundary, margin, balance, tau, queries: of the boundary loss, see :func:`kvkeep.training.losses.boundary`.
+        decay: "calibrated" (afterwards, by loss), "learned" (by gradient, with the boundary loss only) or "off".
+        gamma: where a learned decay starts, per ``decay_step`` tokens.
+        gamma_lr: its learning rate.
+        evaluate_every, patience: held-out evaluation, and how many without improvement end the run (0 = never).
+        save_every: steps between two saved states.
+    """
+
+    loss: str = "regression"
+    steps: int = 500
+    batch: int = 1
+    lr: float = 3e-3
+    warmup: int = 20
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 1e-4
+    clip: float = 10.0
+    standardise: bool = True
+    boundary: str = "incumbent"
+    margin: float | None = 1.0
+    balance: tuple[float, float] | None = (0.5, 4.0)
+    tau: float = 1.0
+    queries: int | None = None
+    decay: str = "calibrated"
+    gamma: float = 0.99
+    gamma_lr: float = 1e-3
+    evaluate_every: int = 50
+    patience: int = 0
+    save_every: int = 50
+
+    def __post_init__(self):
+        if self.loss not in ("regression", "boundary") or self.decay not in ("calibrated", "learned", "off"):
+            raise ValueError(
+                "loss is 'regression' or 'boundary' and decay 'calibrated', 'learned' or 'off', "
+                f"not {self.loss!r} and {self.decay!r}"
+            )
+        if self.decay == "learned" and self.loss != "boundary":
+            raise ValueError("a decay is learned through the boundary loss; with regression calibrate it")
+        if self.steps < 1 or self.batch < 1 or self.warmup < 0:
+            raise ValueError(f"steps {self.steps} and batch {self.batch} must be at least 1, warmup {self.warmup} 0")
+
+
+class LearnedDecay(torch.nn.Module):
+    """``log gamma = logsigmoid(a)`` per layer and head, on the raw log scores (KVpop, section 3)."""
+
+    def __init__(self, scorer: Scorer, gamma: float):
+        super().__init__()
+        start = math.log(gamma / (1 - gamma))
+        shapes = {str(shape.index): shape.kv_heads for shape in scorer.geometry}
+        self.a = torch.nn.ParameterDict(
+            {layer: torch.nn.Parameter(torch.full((heads,), start)) for layer, heads in shapes.items()}
+        )
+
+    def log_gamma(self, layer: int) -> Tensor:
+        return logsigmoid(self.a[str(layer)])
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        low, high = (math.log(gamma / (1 - gamma)) for gamma in GAMMA_RANGE)
+        for a in self.a.values():
+            a.clamp_(low, high)
+
+
+class Fit:
+    """A scorer being fitted. ``run`` does everything; the parts are methods so that tests can look at them.
+
+    Args:
+        scorer: fitted in place.
+        train, held_out: shards; none of the latter means no held-out evaluation.
+        schedule: how.
+        folder: state and log live here.
+        resume: go on from the state in ``folder`` if there is one.
+        seed: of the shuffles.
+        progress: called with ("fit", step, steps).
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        train: Sequence[Shard],
+        held_out: Sequence[Shard],
+        schedule: Schedule,
+        folder: Path,
+        resume: bool = False,
+        seed: int = 0,
+        progress: Callable[[str, int, int], None] | None = None,
+    ):
+        if not train:
+            raise ValueError("there are no documents to train on")
+        self.scorer, self.train, self.held_out, self.schedule = scorer, list(train), list(held_out), schedule
+        self.seed, self.progress, self.path = seed, progress, folder / "state.safetensors"
+        self.budgets: tuple[Budget, ...] = scorer.budgets
+        self.learned = LearnedDecay(scorer, schedule.gamma) if schedule.decay == "learned" else None
+        self.module = torch.nn.ModuleDict({"scorer": scorer})
+        groups = [{"params": list(scorer.parameters()), "lr": schedule.lr, "peak": schedule.lr}]
+        if self.learned is not None:
+            self.module["decay"] = self.learned
+            groups.append({"params": list(self.learned.parameters()), "lr": 0.0, "peak": schedule.gamma_lr})
+        self.optimizer = torch.optim.AdamW(groups, betas=schedule.betas, weight_decay=schedule.weight_decay)
+        self.step, self.best, self.waited, self.label = 0, math.inf, 0, {}
+        if resume and self.path.exists():
+            record = load_state(self.path, self.module, self.optimizer)
+            self.step, self.best, self.waited = record["step"], record["best"], record["waited"]
+        self.log = Log(folder / "log.jsonl", self.step)
+
+    def run(self) -> dict[str, float]:
+        """Fit to the end; returns the last held-out metrics (empty without held-out shards)."""
+        self.measure()
+        metrics: dict[str, float] = {}
+        while self.step < self.schedule.steps and not self.stopped:
+            started = time.perf_counter()
+            record = {"step": self.step, **self.update()}
+            seconds = time.perf_counter() - started
+            self.step += 1
+            last = self.step == self.schedule.steps
+            if self.held_out and (last or self.step % self.schedule.evaluate_every == 0):
+                metrics = self.evaluate()
+                record |= {f"held_out_{name}": value for name, value in metrics.items()}
+                self.waited = 0 if metrics["loss"] < self.best else self.waited + 1
+                self.best = min(self.best, metrics["loss"])
+            self.log.write(record | {"tokens_per_second": round(record["tokens"] / seconds, 1)})
+            if last or self.stopped or self.step % self.schedule.save_every == 0:
+                save_state(
+                    self.path,
+                    self.module,
+                    self.optimizer,
+                    {"step": self.step, "best": self.best, "waited": self.waited},
+                )
+            if self.progress is not None:
+                self.progress("fit", self.step, self.schedule.steps)
+        self.finish()
+        return metrics
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.schedule.patience) and self.waited >= self.schedule.patience
+
+    def documents(self, step: int) -> list[Shard]:
+        """The shards of a step: a fresh seeded shuffle every epoch."""
+        chosen = []
+        for position in range(step * self.schedule.batch, (step + 1) * self.schedule.batch):
+            epoch, place = divmod(position, len(self.train))
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            chosen.append(self.train[int(torch.randperm(len(self.train), generator=generator)[place])])
+        return chosen
+
+    def update(self) -> dict[str, float]:
+        """One optimiser step; losses are means over layers, documents and budgets."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * self.rate(self.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        shards, total, tokens = self.documents(self.step), 0.0, 0
+        for shard in shards:
+            for shape in self.scorer.geometry:
+                keys, values, target = shard.layer(shape.index)
+                loss = self.loss(shape.index, keys, values, target) / (len(shards) * len(self.scorer.geometry))
+                loss.backward()
+                total += float(loss.detach())
+            tokens += keys.shape[2]
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.schedule.clip)
+        if not bool(torch.isfinite(norm)):
+            raise ValueError(f"the gradient is not finite at step {self.step}")
+        self.optimizer.step()
+        record = {"loss": total, "gradient_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
+        if self.learned is not None:
+            self.learned.clamp()
+            gammas = torch.cat([self.learned.log_gamma(shape.index) for shape in self.scorer.geometry]).exp()
+            record |= {"gamma_mean": float(gammas.mean()), "gamma_min": float(gammas.min())}
+        return record | {"tokens": tokens}
+
+    def rate(self, step: int) -> float:
+        """Share of the peak learning rate: linear warm-up, then cosine to 0."""
+        if step < self.schedule.warmup:
+            return (step + 1) / (self.schedule.warmup + 1)
+        past = (step - self.schedule.warmup) / max(self.schedule.steps - self.schedule.warmup, 1)
+        return 0.5 * (1 + math.cos(math.pi * past))
+
+    def loss(self, layer: int, keys: Tensor, values: Tensor, target: Tensor) -> Tensor:
+        """The loss of one layer and document; boundary losses are averaged over the budgets."""
+        schedule, window = self.schedule, self.budgets[0].window
+        score = self.scorer(layer, keys, values, window)
+        if schedule.loss == "regression":
+            mean, std = self.label[layer]
+            return losses.regression(score, target, self.budgets[0], mean, std)
+        log_gamma = 0.0 if self.learned is None else self.learned.log_gamma(layer)
+        generator = torch.Generator().manual_seed(self.seed * 7_919 + self.step)
+        each = [
+            losses.boundary(
+                score,
+                target,
+                budget,
+                log_gamma,
+                self.scorer.decay_step,
+                schedule.tau,
+                schedule.boundary,
+                schedule.margin,
+                schedule.balance,
+                schedule.queries,
+                generator=generator,
+            )
+            for budget in self.budgets
+            if keys.shape[2] > budget.rest
+        ]
+        return sum(each) / len(each)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Statistics of inputs and labels over the training shards, a layer at a time."""
+        budget = self.budgets[0]
+        for shape in self.scorer.geometry:
+            parts = [shard.layer(shape.index) for shard in self.train]
+            target = [part[2][..., budget.sinks : part[2].shape[-1] - budget.window] for part in parts]
+            target = torch.cat(target, -1)[0]  # [H, tokens]
+            std = target.std(-1, correction=0)
+            self.label[shape.index] = target.mean(-1), torch.where(std > 0, std, 1.0)
+            if self.schedule.standardise and self.step == 0:
+                inputs = torch.cat([torch.cat(part[:2], -1)[0] for part in parts], 1)  # [H, tokens, 2D]
+                self.scorer.layer(shape.index).standardise_inputs(inputs.mean(1), inputs.std(1, correction=0))
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and recall against the undecayed teacher on the held-out shards, beside recall by chance."""
+        loss, found, by_chance, count = 0.0, [], [], 0
+        for shard in self.held_out:
+            for shape in self.scorer.geometry:
+                keys, values, target = shard.layer(shape.index)
+                loss += float(self.loss(shape.index, keys, values, target))
+                count += 1
+                score = self.scorer(shape.index, keys, values, self.budgets[0].window)
+                for budget in self.budgets:
+                    if keys.shape[2] > budget.rest:
+                        found.append(float(recall(target, score.float(), budget).mean()))
+                        by_chance.append(chance_recall(keys.shape[2], budget))
+        mean = {"loss": loss / count}
+        if found:
+            mean |= {"recall": sum(found) / len(found), "chance": sum(by_chance) / len(by_chance)}
+        return mean
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Standardise the scores, so that one unit of decay means the same in every head, and keep a learned decay."""
+        window, sinks = self.budgets[0].window, self.budgets[0].sinks
+        for shape in self.scorer.geometry:
+            layer = self.scorer.layer(shape.index)
+            scores = []
+            for shard in self.train:
+                keys, values, _ = shard.layer(shape.index)
+                score = self.scorer(shape.index, keys, values, window)[0]  # [H, S], raw: not standardised before
+                scores.append(score[:, sinks : score.shape[-1] - window])
+            scores = torch.cat(scores, -1)
+            layer.standardise_scores(scores.mean(-1), scores.std(-1, correction=0))
+            if self.learned is not None:
+                layer.log_gamma.copy_(self.learned.log_gamma(shape.index) / layer.score_std)

@@ -1,0 +1,129 @@
+"""What a frozen backbone has to say about a document, computed once and kept on disk.
+
+With the backbone frozen, keys, values and labels of a document never change while a scorer is trained, so one forward
+a document serves all epochs. A shard is one safetensors file, written beside its place and renamed; an interrupted
+harvest goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.attention_mass import future_attention
+from kvkeep.policies.base import Geometry, Policy
+from kvkeep.policies.full import Full
+from kvkeep.runtime.replay import replay
+from kvkeep.scorers import model_fingerprint
+from kvkeep.sparse_attention import live_lse
+
+TARGET_SOURCES = ("dense", "sparse")
+STORAGE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One document's pairs and labels on disk; tensors are read when asked for.
+
+    Attributes:
+        name: of the document.
+        path: safetensors with ``key.L``, ``value.L`` ``[H, S, D]`` and ``target.L`` float32 ``[H, S]`` per layer L.
+    """
+
+    name: str
+    path: Path
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values ``[1, H, S, D]`` in float32 and the log target ``[1, H, S]`` of one layer."""
+        with safe_open(self.path, framework="pt") as shard:
+            tensors = [shard.get_tensor(f"{part}.{index}") for part in ("key", "value", "target")]
+        return tuple(tensor.float()[None] for tensor in tensors)
+
+
+def harvest(
+    model: PreTrainedModel,
+    documents: Sequence[tuple[object, Tensor]],
+    window: int,
+    folder: str | Path,
+    group: str = "max",
+    count_normalised: bool = True,
+    eps: float = 1e-6,
+    target_source: str = "dense",
+    under: Policy | None = None,
+    storage: str = "float16",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Shard]:
+    """Shards of documents, those that exist already left as they are.
+
+    Args:
+        model: the backbone.
+        documents: pairs of a document (``.name``) and its ids ``[S]``.
+        window: of the budget; the future of a token begins where it leaves the window.
+        folder: where shards live; created.
+        group, count_normalised, eps: of the target, see :func:`kvkeep.attention_mass.future_attention`.
+        target_source: whose normaliser the target uses: "dense" = all the past, "sparse" = the tokens that ``under``
+            keeps alive (KVpop's student; its probabilities may exceed 1 for tokens it has evicted).
+        under: the policy the documents are read under; None = the full cache.
+        storage: of keys and values: "float16", "bfloat16" or "float32".
+        progress: called with (stage, done, total).
+
+    Returns:
+        One shard per document, in order.
+
+    Raises:
+        ValueError: for an unknown option, or keys and values that do not fit the storage.
+    """
+    if target_source not in TARGET_SOURCES or storage not in STORAGE:
+        raise ValueError(
+            f"target_source is one of {', '.join(TARGET_SOURCES)} and storage of {', '.join(STORAGE)}, "
+            f"not {target_source!r} and {storage!r}"
+        )
+    policy = Full() if under is None else under
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = [model_fingerprint(model), window, group, count_normalised, eps, target_source, storage, repr(policy)]
+    target = {"group": group, "count_normalised": count_normalised, "eps": eps}
+    shards = []
+    for done, (document, ids) in enumerate(documents):
+        if progress is not None:
+            progress("harvest", done, len(documents))
+        digest = hashlib.sha256(json.dumps([settings, ids.tolist()]).encode()).hexdigest()[:24]
+        shard = Shard(document.name, folder / f"{digest}.safetensors")
+        if not shard.path.exists():
+            _write(shard, _read(model, ids, policy, window, target, target_source, STORAGE[storage]))
+        shards.append(shard)
+    if progress is not None:
+        progress("harvest", len(documents), len(documents))
+    return shards
+
+
+def _read(model, ids: Tensor, policy: Policy, window: int, target: dict, source: str, storage) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+
+    def observe(geometry: Geometry, query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor) -> None:
+        lse = live_lse(query, key, evicted_at, geometry.scaling) if source == "sparse" else None
+        label = future_attention(query, key, window, scaling=geometry.scaling, lse=lse, **target)
+        for name, tensor in (("key", key), ("value", value)):
+            stored = tensor[0].to(storage)
+            if not bool(torch.isfinite(stored).all()):
+                raise ValueError(f"{name}s of layer {geometry.layer} do not fit {storage}: store them as float32")
+            tensors[f"{name}.{geometry.layer}"] = stored.contiguous()
+        tensors[f"target.{geometry.layer}"] = label[0].float().contiguous()
+
+    replay(model, ids.reshape(1, -1).to(model.device), policy, observe=observe)
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def _write(shard: Shard, tensors: dict[str, Tensor]) -> None:
+    beside = shard.path.with_suffix(".tmp")
+    save_file(tensors, beside)
+    beside.rename(shard.path)

@@ -1,0 +1,75 @@
+"""What a run needs to go on exactly where it was killed: parameters, optimiser and step, written whole or not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+def save_state(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, record: dict[str, Any]) -> None:
+    """Write one safetensors file beside ``path`` and rename it over.
+
+    Args:
+        path: of the file.
+        module: its parameters and buffers are saved under ``model.``.
+        optimizer: of its parameters, in order; per-parameter tensors are saved under ``optimizer.``.
+        record: JSON-friendly, travels in the file's metadata.
+    """
+    tensors = {f"model.{name}": tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value).detach().contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".tmp")
+    save_file(tensors, beside, metadata={"record": json.dumps(record)})
+    os.replace(beside, path)
+
+
+def load_state(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restore what :func:`save_state` wrote; returns its record.
+
+    Raises:
+        ValueError: where the file belongs to another module.
+    """
+    tensors: dict[str, Tensor] = {}
+    with safe_open(path, framework="pt") as saved:
+        record = json.loads(saved.metadata()["record"])
+        tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118, the handle is no mapping
+    own = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    try:
+        module.load_state_dict(own)
+    except RuntimeError as error:
+        raise ValueError(f"{path} was saved by another run: {str(error).splitlines()[-1].strip()}") from error
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, part = name.split(".", 2)
+            state.setdefault(int(index), {})[part] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return record
+
+
+class Log:
+    """A JSONL file, one line a record; on resumption lines past the saved step are dropped."""
+
+    def __init__(self, path: Path, resume_at: int):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if resume_at and path.exists():
+            lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            kept = [line for line in lines if line["step"] < resume_at]
+        beside = path.with_name(path.name + ".tmp")
+        beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(beside, path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,334 @@
+"""Training a scorer on a frozen backbone: shards, resumption, routing of gradients, memory, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kvkeep
+from kvkeep.attention_mass import future_attention
+from kvkeep.scorers import model_fingerprint
+from kvkeep.sparse_attention import live_attention, live_lse
+from kvkeep.training import kvpop
+from kvkeep.training.fit import Fit, LearnedDecay, Schedule
+from kvkeep.training.harvest import harvest
+from kvkeep.training.state import Log
+from reference import masked_forward
+from tiny import random_ids, tiny_model
+
+BUDGETS = [kvkeep.Budget(2, 4, 10), kvkeep.Budget(2, 4, 20)]
+METHODS = ("kvpop_mlp", "kvpop")
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+
+
+@dataclass
+class Text:
+    name: str
+
+
+def texts(count=5, length=70):
+    return [(Text(f"text {seed}"), random_ids(length, seed=seed)[0]) for seed in range(count)]
+
+
+def small(**changes):
+    return kvpop.recipe("mini", **{"steps": 6, "calibrate_on": 1, "decays": (0.0, 0.3), "save_every": 1} | changes)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("source", ["dense", "sparse"])
+def test_shards_hold_the_layers_pairs_and_targets(model, tmp_path, source):
+    policy = kvkeep.policies.create("random", BUDGETS[0])
+    (_, ids), *_ = documents = texts(1)
+    under = policy if source == "sparse" else None
+    (shard,) = harvest(
+        model, documents, 4, tmp_path, target_source=source, under=under, group="log_mean", storage="float32"
+    )
+    lifetimes = kvkeep.replay(model, ids[None], policy).evicted_at if under else [None, None]
+    _, seen = masked_forward(model, ids[None], lifetimes)
+    for layer, (query, key, value, _) in seen.items():
+        keys, values, target = shard.layer(layer)
+        assert (keys - key).abs().max() <= 1e-4
+        assert (values - value).abs().max() <= 1e-4
+        lse = None
+        if under:
+            logits = query @ key.repeat_interleave(3, 1).transpose(-1, -2) * 8**-0.5
+            mask = kvkeep.lifetimes.visible(lifetimes[layer]).repeat_interleave(3, 1)
+            lse = logits.masked_fill(~mask, -torch.inf).logsumexp(-1)
+        assert (target - future_attention(query, key, 4, group="log_mean", lse=lse)).abs().max() <= 1e-3
+
+
+def test_live_lse_is_the_normaliser_of_live_attention():
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, h, 300, 8, generator=generator, dtype=torch.float64) for h in (6, 2))
+    evicted_at = torch.randint(1, 330, (2, 2, 300), generator=generator).clamp(max=300).int()
+    evicted_at = torch.maximum(evicted_at, torch.arange(300) + 1).int()
+    lse = live_lse(query, key, evicted_at, 0.3)
+    logits = (query @ key.repeat_interleave(3, 1).transpose(-1, -2)) * 0.3
+    mask = kvkeep.lifetimes.visible(evicted_at).repeat_interleave(3, 1)
+    assert (lse - logits.masked_fill(~mask, -torch.inf).logsumexp(-1)).abs().max() <= 1e-10
+    ones = live_attention(query, key, torch.ones(2, 2, 300, 1, dtype=torch.float64), evicted_at, 0.3)
+    assert (ones - 1).abs().max() <= 1e-12
+
+
+def test_shards_are_read_once_and_never_half_written(model, tmp_path):
+    first = harvest(model, texts(3), 4, tmp_path)
+    stamps = [shard.path.stat().st_mtime_ns for shard in first]
+    again = harvest(model, texts(4), 4, tmp_path)
+    assert [shard.path.stat().st_mtime_ns for shard in again[:3]] == stamps
+    assert len(list(tmp_path.iterdir())) == 4
+    other = harvest(model, texts(1), 5, tmp_path)
+    assert other[0].path != first[0].path, "a shard of another window was taken for this one"
+
+
+def test_storage_that_overflows_is_refused(model, tmp_path):
+    loud = tiny_model(dtype=torch.float32)
+    loud.model.layers[0].self_attn.v_proj.weight *= 1e6
+    with pytest.raises(ValueError, match=r"values of layer 0 do not fit torch.float16: store them as float32"):
+        harvest(loud, texts(1), 4, tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("preset", ["mini", "published"])
+def test_training_lowers_the_loss_and_saves_what_it_measured(model, tmp_path, method, preset):
+    settings = kvpop.recipe(preset, steps=30, evaluate_every=10, calibrate_on=1)
+    scorer = kvpop.train(method, model, texts(6), BUDGETS, tmp_path, settings, shards=tmp_path / "shards")
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(30))
+    assert sum(line["loss"] for line in log[-5:]) < sum(line["loss"] for line in log[:5])
+    assert {"gradient_norm", "lr", "tokens_per_second"} <= set(log[0])
+    assert {"held_out_loss", "held_out_recall", "held_out_chance"} <= set(log[9])
+    loaded = kvkeep.load_scorer(tmp_path)
+    assert loaded.fingerprint() == scorer.fingerprint()
+    assert list(loaded.budgets) == BUDGETS
+    assert loaded.metadata["base_fingerprint"] == model_fingerprint(model)
+    assert loaded.metadata["data_fingerprint"] == kvpop.data_fingerprint(texts(6))
+    assert loaded.metadata["recipe"]["schedule"]["steps"] == 30
+    decays = torch.stack([loaded.layer(layer.index).log_gamma for layer in loaded.geometry])
+    if preset == "published":
+        assert (decays < 0).all()
+        assert loaded.metadata["metrics"]["held_out"]["loss"] == log[-1]["held_out_loss"]
+    else:
+        ratios = loaded.metadata["metrics"]["calibration"]
+        assert -decays == pytest.approx(float(min(ratios, key=ratios.get)))
+    policy = kvkeep.policies.create(method, BUDGETS[0], scorer=loaded)
+    assert torch.isfinite(kvkeep.replay(model, texts(1)[0][1][None], policy).token_loss).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("preset", ["mini", "published"])
+def test_resumed_run_is_the_uninterrupted_one(model, tmp_path, method, preset):
+    """Stopped after every step and resumed: the same losses, decay and weights, digit for digit."""
+    settings = kvpop.recipe(preset, steps=7, evaluate_every=3, save_every=2, calibrate_on=1, decays=(0.0, 0.3))
+    arguments = (method, model, texts(4), BUDGETS)
+    straight = kvpop.train(*arguments, tmp_path / "straight", settings, shards=tmp_path / "shards")
+    ends = iter((1, 2, 5, 6, None))
+
+    class Killed(Exception):
+        pass
+
+    def killer(at):
+        def progress(stage, done, total):
+            if stage == "fit" and done == at:
+                raise Killed
+
+        return progress
+
+    for end in ends:
+        options = {"shards": tmp_path / "shards", "resume": True, "progress": killer(end)}
+        if end is None:
+            resumed = kvpop.train(*arguments, tmp_path / "resumed", settings, **options)
+        else:
+            with pytest.raises(Killed):
+                kvpop.train(*arguments, tmp_path / "resumed", settings, **options)
+    assert resumed.fingerprint() == straight.fingerprint()
+    logs = []
+    for run in ("straight", "resumed"):
+        lines = (tmp_path / run / "run" / "log.jsonl").read_text().splitlines()
+        logs.append([{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines])
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.slow
+def test_kill_dash_nine_loses_at_most_what_was_not_saved(tmp_path):
+    program = textwrap.dedent("""
+        import os, signal, sys
+        import torch
+        torch.set_num_threads(1)
+        from test_training import BUDGETS, kvpop, texts, tiny_model
+        kill_at = int(sys.argv[2])
+        def progress(stage, done, total):
+            if stage == "fit" and done == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        settings = kvpop.recipe("mini", steps=9, save_every=2, calibrate_on=1, decays=(0.0, 0.3))
+        model = tiny_model(dtype=torch.float32)
+        scorer = kvpop.train(
+            "kvpop_mlp", model, texts(4), BUDGETS, sys.argv[1], settings, resume=True, progress=progress
+        )
+        print(scorer.fingerprint())
+    """)
+
+    def run(folder, kill_at):
+        command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / folder), str(kill_at)]
+        return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+
+    straight = run("straight", -1)
+    assert straight.returncode == 0, straight.stderr
+    for kill_at in (3, 8):
+        assert run("killed", kill_at).returncode == -9
+    resumed = run("killed", -1)
+    assert resumed.stdout == straight.stdout
+
+
+def test_resuming_another_run_is_refused(model, tmp_path):
+    kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small())
+    with pytest.raises(ValueError, match="holds a run already: give --resume"):
+        kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small())
+    with pytest.raises(ValueError, match="other settings, budgets, seed or documents"):
+        kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small(), seed=1, resume=True)
+
+
+def test_seed_decides_everything(model, tmp_path):
+    prints = [
+        kvpop.train(
+            "kvpop_mlp", model, texts(3), BUDGETS, tmp_path / str(run), small(), seed=seed, shards=tmp_path / "shards"
+        ).fingerprint()
+        for run, seed in enumerate((0, 0, 1))
+    ]
+    assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_score_loss_reaches_only_the_scorer(method, tmp_path):
+    """Spec kvpop 12.12: keys and values enter detached, so no gradient reaches what made them."""
+    backbone = tiny_model(dtype=torch.float32).requires_grad_(True)
+    scorer = kvkeep.scorers.new(method, backbone.config, BUDGETS)
+    losses = []
+
+    def observe(geometry, query, key, value, evicted_at):
+        assert key.requires_grad
+        score = scorer(geometry.layer, key, value, 4)
+        target = future_attention(query, key, 4, scaling=geometry.scaling)
+        losses.append(kvkeep.training.losses.boundary(score, target, BUDGETS[0], -0.01, 64))
+
+    ids = random_ids(60)
+    result = kvkeep.replay(backbone, ids, kvkeep.policies.create("random", BUDGETS[0]), gradients=True, observe=observe)
+    sum(losses).backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in backbone.parameters())
+    assert any(parameter.grad.abs().max() > 0 for parameter in scorer.parameters())
+    scorer.zero_grad()
+    result.token_loss.mean().backward()
+    assert all(parameter.grad is None for parameter in scorer.parameters())
+    assert backbone.model.layers[0].self_attn.k_proj.weight.grad.abs().max() > 0
+
+
+def test_learned_decay_stays_in_its_range(model, tmp_path):
+    shards = harvest(model, texts(2), 4, tmp_path)
+    scorer = kvkeep.scorers.new("kvpop_mlp", model.config, BUDGETS)
+    schedule = Schedule(loss="boundary", decay="learned", gamma=0.9, gamma_lr=50.0, steps=4, warmup=0)
+    fit = Fit(scorer, shards, [], schedule, tmp_path / "run")
+    fit.run()
+    gammas = torch.cat([fit.learned.log_gamma(layer.index) for layer in scorer.geometry]).exp()
+    assert (gammas >= 0.9 - 1e-6).all()
+    assert (gammas <= 1 - 1e-4 + 1e-6).all()
+    assert (gammas > 0.95).all(), "no gradient reached the decay"
+    assert LearnedDecay(scorer, 0.99).log_gamma(0).exp().detach() == pytest.approx(0.99)
+
+
+def test_early_stop_waits_for_its_patience(model, tmp_path):
+    shards = harvest(model, texts(3), 4, tmp_path)
+    scorer = kvkeep.scorers.new("kvpop_mlp", model.config, BUDGETS)
+    schedule = Schedule(steps=50, lr=0.0, evaluate_every=2, patience=3)
+    fit = Fit(scorer, shards[:2], shards[2:], schedule, tmp_path / "run")
+    fit.run()
+    assert fit.step == 2 + 3 * 2  # the first evaluation is an improvement, the three after it are not
+
+
+def test_log_drops_lines_past_the_saved_step(tmp_path):
+    log = Log(tmp_path / "log.jsonl", 0)
+    for step in range(4):
+        log.write({"step": step})
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    Log(tmp_path / "log.jsonl", 2)
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [0, 1]
+
+
+MISTAKES = [
+    (lambda model, out: kvpop.train("h2o", model, texts(), BUDGETS, out), "train takes kvpop or kvpop_mlp, not 'h2o'"),
+    (lambda model, out: kvpop.train("kvpop", model, texts(1), BUDGETS, out), "two documents or more"),
+    (lambda model, out: kvpop.train("kvpop", model, texts(3, 20), BUDGETS, out), "text 0 is no longer than"),
+    (
+        lambda model, out: kvpop.train("kvpop", model, texts(), [kvkeep.Budget(2, 4, 9), kvkeep.Budget(2, 5, 9)], out),
+        "share their window",
+    ),
+    (lambda model, out: kvpop.recipe("bset"), "unknown preset 'bset'"),
+    (lambda model, out: kvpop.recipe("best", width=3), "a recipe has no width"),
+    (lambda model, out: kvpop.recipe("best", loss="hinge"), "not 'hinge'"),
+    (lambda model, out: kvpop.recipe("best", decay="learned"), "learned through the boundary loss"),
+    (lambda model, out: harvest(model, texts(1), 4, out, target_source="teacher"), "not 'teacher'"),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), MISTAKES, ids=[sentence for _, sentence in MISTAKES])
+def test_mistakes_are_one_sentence_and_write_nothing(model, tmp_path, call, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        call(model, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_one_step_at_16384_tokens_stays_below_two_gigabytes(method, tmp_path):
+    """No S x S tensor on the training path: one such float32 matrix of one head would be 1 GB."""
+    program = textwrap.dedent("""
+        import sys
+        import torch
+        torch.set_num_threads(1)
+        import kvkeep
+        from pathlib import Path
+        from test_training import Text
+        from tiny import random_ids, tiny_model
+        from kvkeep.training.fit import Fit, Schedule
+        from kvkeep.training.harvest import harvest
+        method, folder = sys.argv[1], Path(sys.argv[2])
+        model = tiny_model(dtype=torch.float32, group=1)
+        budget = kvkeep.Budget(4, 32, 220)
+        for source, under in (("dense", None), ("sparse", kvkeep.policies.create("streaming", budget))):
+            documents = [(Text("long"), random_ids(16_384)[0])]
+            shards = harvest(model, documents, 32, folder, target_source=source, under=under)
+        for loss in ("regression", "boundary"):
+            scorer = kvkeep.scorers.new(method, model.config, [budget])
+            Fit(scorer, shards, shards, Schedule(loss=loss, steps=1), folder / loss).run()
+        scorer.set_decay(-0.3)
+        kvkeep.replay(model, documents[0][1][None], kvkeep.policies.create(method, budget, scorer=scorer))
+        peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
+        print(int(peak.split()[1]))
+    """)
+    command = [sys.executable, "-W", "ignore", "-c", program, method, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2_000_000, "kB"
+
+
+def test_state_of_another_scorer_is_refused(model, tmp_path):
+    kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small())
+    state = tmp_path / "run" / "state.safetensors"
+    assert any(name.startswith("optimizer.0.exp_avg") for name in load_file(state))
+    scorer = kvkeep.scorers.new("kvpop_mlp", model.config, BUDGETS, hidden=7)
+    shards = harvest(model, texts(2), 4, tmp_path / "shards")
+    with pytest.raises(ValueError, match="was saved by another run"):
+        Fit(scorer, shards, [], Schedule(), tmp_path / "run", resume=True)
