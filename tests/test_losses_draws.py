@@ -143,6 +143,18 @@ def test_kl_of_the_draws_is_unbiased_for_the_kl_of_the_orders():
     assert estimate == pytest.approx(exact, rel=1e-12)
 
 
+@pytest.mark.parametrize("pool", [None, torch.arange(5)])
+def test_an_item_that_neither_can_draw_changes_no_kl(pool):
+    new, reference = torch.randn(2, 4, generator=seeded(12), dtype=torch.float64)
+    order = torch.tensor([2, 0, 3])
+    expected = plackett_luce_kl(new, reference, order)
+    new, reference = (torch.cat([logits, torch.tensor([-math.inf])]).requires_grad_() for logits in (new, reference))
+    divergence = plackett_luce_kl(new, reference, order, pool)
+    divergence.sum().backward()
+    assert divergence.tolist() == pytest.approx(expected.tolist())
+    assert new.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kl_of_equals_is_zero_with_zero_gradient(dtype):
     logits = (torch.randn(3, 300, generator=seeded(9), dtype=dtype) * 10).requires_grad_()

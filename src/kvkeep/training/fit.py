@@ -204,7 +204,7 @@ class Fit:
         record = {"loss": total, "gradient_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
         if self.learned is not None:
             self.learned.clamp()
-            gammas = torch.cat([self.learned.log_gamma(shape.index) for shape in self.scorer.geometry]).exp()
+            gammas = torch.cat([self.learned.log_gamma(shape.index) for shape in self.scorer.geometry]).detach().exp()
             record |= {"gamma_mean": float(gammas.mean()), "gamma_min": float(gammas.min())}
         return record | {"tokens": tokens}
 

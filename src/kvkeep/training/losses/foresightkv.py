@@ -192,7 +192,7 @@ def plackett_luce_kl(new: Tensor, reference: Tensor, order: Tensor, pool: Tensor
     less variance than one from the drawn items alone (Rao-Blackwell).
 
     Args:
-        new, reference: eviction logits `[..., N]`; finite over the pool.
+        new, reference: eviction logits `[..., N]`, finite over the pool, or -inf in both where nothing may be drawn.
         order: `[..., L]`; pool: `[..., P]` or None, as in `plackett_luce`.
 
     Returns:
