@@ -1,6 +1,8 @@
 """Settings every test runs under: one thread, no hub, a repeatable hypothesis."""
 
+import io
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,3 +42,32 @@ def texts(tmp_path):
         path.write_text(f"Text number {i}. " + " ".join(str((i + 3) * n * n % 97) for n in range(60)))
         paths.append(path)
     return paths
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs the command line in this process: (exit code, standard output, standard error)."""
+
+    from kvkeep.cli import main
+
+    def call(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()  # whatever the test itself printed
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return call
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Loading a model, the first slow thing, is a failure."""
+
+    from kvkeep.cli import common
+
+    def load(*_, **__):
+        raise AssertionError("a model was loaded before the mistake was found")
+
+    monkeypatch.setattr(common, "load", load)

@@ -1,10 +1,8 @@
 """What the commands print, what they refuse and how, on a tiny byte-level model."""
 
 import inspect
-import io
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -21,34 +19,12 @@ RULE = "h2o" if HANDED else "random"
 BUDGET = ("--policy", RULE, "--budget", "40", *(() if HANDED else ("--prefill", "dense")))
 
 
+COMMANDS = ("generate", "chat", "train", "evaluate", "benchmark", "policies", "models", "demo")
+
+
 @pytest.fixture(scope="session")
 def loaded(folder):
     return common.load(str(folder), common.Dtype.float32)
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Runs the command line in this process: (exit code, standard output, standard error)."""
-
-    def call(*arguments, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()  # whatever the test itself printed
-        with pytest.raises(SystemExit) as stopped:
-            main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return stopped.value.code, out, err
-
-    return call
-
-
-@pytest.fixture
-def no_model(monkeypatch):
-    """Loading a model, the first slow thing, is a failure."""
-
-    def load(*_, **__):
-        raise AssertionError("a model was loaded before the mistake was found")
-
-    monkeypatch.setattr(common, "load", load)
 
 
 # Lists and help
@@ -57,12 +33,12 @@ def no_model(monkeypatch):
 def test_help_names_every_command(run):
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("generate", "chat", "evaluate", "policies", "models", "demo"):
+    for command in COMMANDS:
         assert re.search(rf"^\s+{command}\s", out, re.MULTILINE)
     assert run() == (0, out, "")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "evaluate", "policies", "models", "demo"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0

@@ -87,10 +87,7 @@ def decode(
     Raises:
         ValueError: for an unknown policy or an oracle, fewer than five repetitions, a context below the budget.
     """
-    if repetitions < 5:
-        raise ValueError(f"a median of {repetitions} repetitions says little: take at least 5")
-    if min(contexts) < budget:
-        raise ValueError(f"a context of {min(contexts)} tokens does not fill a budget of {budget}")
+    check(policies, budget, contexts, repetitions)
     rows: list[Row] = []
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -113,6 +110,17 @@ def decode(
                 row.kv_bytes = cache_bytes(row.cache)
                 row.cache = None
     return {"rows": report(rows, model), "settings": settings(model, budget, repetitions, seed)}
+
+
+def check(policies: Sequence[str], budget: int, contexts: Sequence[int], repetitions: int) -> None:
+    """Raise ValueError for what :func:`decode` cannot measure, before anything slow starts."""
+    if repetitions < 5:
+        raise ValueError(f"a median of {repetitions} repetitions says little: take at least 5")
+    if min(contexts) < budget:
+        raise ValueError(f"a context of {min(contexts)} tokens does not fill a budget of {budget}")
+    for name in policies:
+        if name not in FULL and registry.describe(name).oracle:
+            raise ValueError(f"policy {name!r} is an oracle: it cannot decode")
 
 
 def step(model: PreTrainedModel, row: Row, turn: int) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvkeep.cli import chat, demo, evaluate, generate, models, policies
+from kvkeep.cli import benchmark, chat, demo, evaluate, generate, models, policies, train
 from kvkeep.evaluation.evaluate import version
 
 app = typer.Typer(
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (generate, chat, evaluate, policies, models, demo):
+for command in (generate, chat, train, evaluate, benchmark, policies, models, demo):
     app.command(command.__name__.rpartition(".")[2])(command.run)
 
 USER_MISTAKES = (ValueError, OSError, NotImplementedError)

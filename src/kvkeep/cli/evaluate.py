@@ -68,7 +68,7 @@ def run(
     tokens = common.numbers(budgets, "--budgets")
     for budget in tokens:
         first_measured(contenders, budget, length)
-    _check_output(out)
+    check_output(out)
     texts = _texts([*(data or []), *(more or [])], kinds)
     language_model, tokenizer = common.load(model, dtype, device)
     packed = documents.pack(texts, tokenizer, length)
@@ -157,7 +157,7 @@ def _scorers(given: list[str]) -> dict[str, tuple[Any, str]]:
     return scorers
 
 
-def _check_output(out: Path | None) -> None:
+def check_output(out: Path | None) -> None:
     """Finds out before hours of work whether the result could be written after them."""
     if out is None:
         return

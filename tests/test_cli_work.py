@@ -1,0 +1,106 @@
+"""`kvkeep train` and `kvkeep benchmark` on a tiny byte-level model: results, resumption, mistakes."""
+
+import json
+
+import pytest
+
+import kvkeep
+from tiny import HANDED
+
+SMALL = ("--length", "100", "--budgets", "44,60", "--preset", "mini", "--steps", "4")
+
+
+def train(run, folder, texts, out, *more, method="kvpop_mlp"):
+    return run("train", method, "--model", folder, "--out", out, *SMALL, *more, "--data", *texts)
+
+
+@pytest.mark.parametrize("method", ["kvpop_mlp", "kvpop"])
+def test_train_makes_a_scorer_that_evaluate_and_generate_take(run, folder, texts, tmp_path, method):
+    out = tmp_path / "scorer"
+    code, said, err = train(run, folder, texts, out, method=method)
+    assert (code, err) == (0, "")
+    assert "held-out loss" in said
+    assert "decay 0.3 per 64 tokens" in said
+    assert f"{method} scorer for budgets 44, 60, from 3 documents" in said
+    scorer = kvkeep.load_scorer(out)
+    assert [budget.slots + scorer.state_entries for budget in scorer.budgets] == [44, 60]
+    assert scorer.metadata["command"].startswith("kvkeep ")
+    result = tmp_path / "out.json"
+    options = ("--model", folder, "--budgets", "44", "--length", "100", "--json", result, "--data", *texts)
+    code, said, _ = run("evaluate", "--policies", f"streaming,{method}", "--scorer", f"{method}={out}", *options)
+    assert code == 0
+    rows = {row["policy"]: row for row in json.loads(result.read_text())["rows"] if row["kind"] == "all"}
+    assert rows[method]["slots"] + scorer.state_entries == rows["streaming"]["slots"] == 44
+    if HANDED:
+        budget = ("--policy", method, "--scorer", out, "--budget", "44", "--max-new-tokens", "8")
+        code, said, _ = run("generate", "--model", folder, *budget, texts[0].read_text())
+        assert code == 0
+        assert "evicted" in said
+
+
+def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
+    out = tmp_path / "scorer"
+    assert train(run, folder, texts, out)[0] == 0
+    before = kvkeep.load_scorer(out).fingerprint()
+    code, _, err = train(run, folder, texts, out)
+    assert code == 2
+    assert "give --resume" in err
+    assert train(run, folder, texts, out, "--resume")[0] == 0
+    assert kvkeep.load_scorer(out).fingerprint() == before
+    code, _, err = train(run, folder, texts, out, "--resume", "--seed", "1")
+    assert code == 2
+    assert "cannot be resumed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("train", "h2o", "--out", "x"), "kvpop or kvpop_mlp, not 'h2o'"),
+        (("train", "kvpop", "--out", "x", "--preset", "bset"), "unknown preset 'bset'"),
+        (("train", "kvpop", "--out", "x", "--loss", "hinge"), "not 'hinge'"),
+        (("train", "kvpop", "--out", "x", "--budgets", "many"), "--budgets takes numbers"),
+        (("train", "kvpop", "--out", "x", "--data", "nowhere.txt"), "nowhere.txt"),
+        (("train", "kvpop"), "--out"),
+        (("benchmark", "--policies", "golden"), "oracle"),
+        (("benchmark", "--policies", "h3o"), "did you mean 'h2o'"),
+        (("benchmark", "--lengths", "100"), "does not fill a budget of 512"),
+        (("benchmark", "--budget", "30", "--policies", "streaming"), "must be above"),
+        (("benchmark", "--json", "nowhere/out.json"), "no folder"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_is_loaded(run, no_model, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_refuses_documents_that_do_not_fill_a_budget(run, folder, texts, tmp_path):
+    out = tmp_path / "scorer"
+    arguments = ("--model", folder, "--out", out, "--length", "60", "--budgets", "60", "--data", *texts)
+    code, _, err = run("train", "kvpop_mlp", *arguments)
+    assert code == 2
+    assert "no longer than the largest budget" in err
+    assert not out.exists()
+
+
+@pytest.mark.skipif(not HANDED, reason="h2o needs queries, which this transformers does not hand to a cache")
+def test_benchmark_measures_every_row(run, folder, tmp_path):
+    result = tmp_path / "out.json"
+    options = ("--budget", "40", "--lengths", "50,90", "--batches", "1,2", "--repetitions", "5", "--json", result)
+    policies = "full,full_preallocated,streaming,h2o"
+    code, said, err = run("benchmark", "--model", folder, "--policies", policies, *options)
+    assert (code, err) == (0, "")
+    rows = json.loads(result.read_text())["rows"]
+    assert len(rows) == 4 * 2 * 2
+    assert all(row["ms_best"] <= row["ms_median"] for row in rows)
+    fields = "what policy budget context batch dtype ms_best ms_median ratio kv_bytes peak_rss"
+    assert set(rows[0]) == set(fields.split())
+    sizes = {(row["policy"], row["context"], row["batch"]): row["kv_bytes"] for row in rows}
+    pair = 2 * 2 * 8 * 2 * 4  # layers, KV heads, head size, key and value, bytes
+    assert sizes["full", 90, 2] - sizes["full", 50, 2] == 40 * 2 * pair
+    assert sizes["full", 90, 1] == sizes["full_preallocated", 90, 1] == (90 + 5 + 2) * pair
+    assert sizes["h2o", 50, 1] == sizes["h2o", 90, 1] < sizes["full", 50, 1]
+    assert "full_preallocated" in said
