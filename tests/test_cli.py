@@ -318,7 +318,7 @@ def test_a_learned_policy_runs_with_its_scorer_only(run, folder, loaded, texts, 
     out = tmp_path / "out.json"
     arguments = ("evaluate", "--model", folder, "--policies", "streaming,kvpop_mlp", "--budgets", "48")
     arguments += ("--length", "100", "--data", *texts, "--json", out)
-    check_refused(run(*arguments), "needs a scorer")
+    check_refused(run(*arguments), "no kvpop_mlp scorer is shipped")
     code, text, err = run(*arguments, "--scorer", f"kvpop_mlp={tmp_path / 'scorer'}")
     assert code == 0, err
     assert re.search(r"kvpop_mlp +learned +[\d.]+ ", text)

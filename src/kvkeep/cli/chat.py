@@ -40,7 +40,8 @@ def run(
     language_model, tokenizer = common.load(model, dtype, device)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{model} has no chat template; `kvkeep generate` goes on from plain text")
-    session = Session(language_model, tokenizer, chosen, prefill.value)
+    held = common.equipped(chosen, language_model).policy(budget)
+    session = Session(language_model, tokenizer, held, prefill.value)
     torch.manual_seed(seed)
     for line in lines():
         if line == "/exit":

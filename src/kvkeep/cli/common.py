@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 import kvkeep
 from kvkeep import policies
-from kvkeep.evaluation.contenders import Contender
-from kvkeep.policies.base import Policy
+from kvkeep.evaluation.contenders import Contender, split_budget
 from kvkeep.runtime import models
+from kvkeep.scorers import model_fingerprint
+from kvkeep.scorers.shipped import shipped
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "h2o_decayed"
@@ -77,11 +78,12 @@ def generating_policy(
     at_rest: bool,
     scorer: Path | None,
     seed: int,
-) -> Policy:
-    """The policy of the common flags, for a command that generates.
+) -> Contender:
+    """The policy of the common flags, for a command that generates, checked as far as it can be without the model.
 
     Raises:
-        ValueError: for an unknown policy, a budget that cannot be split, or an oracle, which needs the future.
+        ValueError: for an unknown policy, a budget that cannot be split, an oracle, which needs the future, or a
+            scorer that does not belong to the policy.
     """
     method = policies.describe(name)
     if method.oracle:
@@ -89,7 +91,29 @@ def generating_policy(
     overrides = {"sinks": sinks, "window": window, "interval": interval}
     options = {"seed": seed} if "seed" in inspect.signature(method.__init__).parameters else {}
     module = None if scorer is None else kvkeep.load_scorer(scorer)
-    return Contender(name, options=options, overrides=overrides, at_rest=at_rest, scorer=module).policy(budget)
+    contender = Contender(name, options=options, overrides=overrides, at_rest=at_rest, scorer=module)
+    if method.learned and module is None:
+        split_budget(name, budget, at_rest, overrides)
+    else:
+        contender.policy(budget)
+    return contender
+
+
+def equipped(contender: Contender, model: Any) -> Contender:
+    """The contender, with the scorer shipped for the model where it is learned and was given none.
+
+    Raises:
+        ValueError: if none is shipped.
+    """
+    if contender.scorer is not None or not policies.describe(contender.name).learned:
+        return contender
+    scorer = shipped(contender.name, model.config, model_fingerprint(model))
+    if scorer is None:
+        raise ValueError(
+            f"no {contender.name} scorer is shipped for this model: train one (kvkeep train {contender.name}) and give "
+            "it with --scorer"
+        )
+    return contender.with_scorer(scorer, "shipped")
 
 
 def numbers(text: str, flag: str) -> list[int]:

@@ -18,12 +18,16 @@ from kvkeep.cli import common
 from kvkeep.evaluation import documents
 from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate, first_measured
+from kvkeep.evaluation.gaps import gap_table, gaps
 from kvkeep.evaluation.store import write_atomic
 from kvkeep.evaluation.table import table
 
 DataFlag = Annotated[list[Path] | None, typer.Option("--data", metavar="FILE...", help="Texts; the bundled ones else.")]
 CountFlag = Annotated[int | None, typer.Option("--documents", min=1, help="At most so many, of all kinds in turn.")]
-ScorersFlag = Annotated[list[str] | None, typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy.")]
+ScorersFlag = Annotated[
+    list[str] | None,
+    typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy; several of a NAME are compared."),
+]
 
 LEGEND = """
 loss ratio: loss under the policy over loss with the full cache, same tokens; 95 % bootstrap interval over documents.
@@ -56,23 +60,23 @@ def run(
     The model reads documents under every policy; its loss is compared with that of the full cache. With
     --json, finished work is kept in FILE.work, and the same command goes on where it was stopped.
     """
-    scorers = _scorers(scorer or [])
-    runnable = [name for name in policies.names() if name in scorers or not policies.describe(name).learned]
     contenders = line_up(
-        runnable if policy_names == "all" else common.names(policy_names),
+        policies.names() if policy_names == "all" else common.names(policy_names),
         seed=seed,
         at_rest=budget_at_rest,
         overrides={"sinks": sinks, "window": window, "interval": interval},
-        scorers=scorers,
+        scorers=_scorers(scorer or []),
     )
     tokens = common.numbers(budgets, "--budgets")
-    for budget in tokens:
-        first_measured(contenders, budget, length)
+    ready = [one for one in contenders if one.scorer is not None or not policies.describe(one.name).learned]
+    for budget in tokens if ready else ():
+        first_measured(ready, budget, length)
     check_output(out)
     texts = _texts([*(data or []), *(more or [])], kinds)
     language_model, tokenizer = common.load(model, dtype, device)
     packed = documents.pack(texts, tokenizer, length)
     chosen = in_turn(packed, count)
+    contenders = _equipped(contenders, language_model, policy_names == "all")
     if packed.skipped:
         print(f"kvkeep: {len(packed.skipped)} documents have fewer than {length} tokens, skipped", file=sys.stderr)
     settings = {"model": model, "documents_skipped": len(packed.skipped)}
@@ -119,6 +123,9 @@ def show(result: dict[str, Any]) -> None:
     """Prints the tables and what they mean."""
     console = common.output()
     console.print(table(result, console.width))
+    closed = gaps(result["rows"])
+    if closed:
+        console.print(gap_table(closed))
     console.print(LEGEND)
 
 
@@ -131,6 +138,18 @@ def in_turn(packed: Sequence[tuple[Any, Any]], count: int | None) -> list[tuple[
         by_kind.setdefault(document.kind, []).append(index)
     turns = [index for index in chain(*zip_longest(*by_kind.values())) if index is not None]
     return [packed[index] for index in sorted(turns[:count])]
+
+
+def _equipped(contenders: Sequence[Contender], model: Any, drop: bool) -> list[Contender]:
+    """Contenders with their scorers; those without one are dropped if `drop`, else an error."""
+    found = []
+    for contender in contenders:
+        try:
+            found.append(common.equipped(contender, model))
+        except ValueError:
+            if not drop:
+                raise
+    return found
 
 
 def _texts(files: list[Path], kinds: str | None) -> list[Any]:
@@ -146,14 +165,14 @@ def _texts(files: list[Path], kinds: str | None) -> list[Any]:
     return [document for document in texts if wanted is None or document.kind in wanted]
 
 
-def _scorers(given: list[str]) -> dict[str, tuple[Any, str]]:
-    scorers = {}
+def _scorers(given: list[str]) -> dict[str, list[tuple[Any, str]]]:
+    scorers: dict[str, list[tuple[Any, str]]] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         if not equals or not name or not folder:
             raise ValueError(f"--scorer takes NAME=DIR, not {text!r}")
         policies.describe(name)
-        scorers[name] = (kvkeep.load_scorer(folder), folder)
+        scorers.setdefault(name, []).append((kvkeep.load_scorer(folder), folder))
     return scorers
 
 

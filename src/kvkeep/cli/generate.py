@@ -39,7 +39,8 @@ def run(
     chosen = common.generating_policy(policy, budget, sinks, window, interval, budget_at_rest, scorer, seed)
     text = read_prompt(prompt)
     language_model, tokenizer = common.load(model, dtype, device)
-    session = Session(language_model, tokenizer, chosen, prefill.value)
+    held = common.equipped(chosen, language_model).policy(budget)
+    session = Session(language_model, tokenizer, held, prefill.value)
     torch.manual_seed(seed)
     with Stream("reading the prompt") as stream:
         reply = session.write(tokenizer(text)["input_ids"], max_new_tokens, temperature, stream)

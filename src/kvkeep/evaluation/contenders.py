@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +73,24 @@ class Contender:
     seed: int | None = None
     league: str | None = None
 
+    @property
+    def title(self) -> str:
+        """What it is known by: the label, or the policy's name."""
+        return self.label or self.name
+
+    def with_scorer(self, scorer: Any, source: str, alone: bool = True) -> Contender:
+        """The contender with a scorer and what its checkpoint says of its making; a label where it is not alone."""
+        told = scorer.metadata
+        return replace(
+            self,
+            label=self.label if alone else f"{self.name} ({Path(source).name})",
+            scorer=scorer,
+            scorer_source=source,
+            preset=told.get("recipe", {}).get("preset"),
+            seed=told.get("seed"),
+            league=told.get("league"),
+        )
+
     def policy(self, tokens: int) -> Policy:
         """A fresh policy at a budget of `tokens`."""
         parts = dict(self.overrides)
@@ -81,12 +100,22 @@ class Contender:
         return policies.create(self.name, budget, scorer=self.scorer, **self.options)
 
 
+def require_distinct(contenders: Sequence[Contender]) -> None:
+    """Raise ValueError where there is none, or two would stand under the same title in a table."""
+    titles = [contender.title for contender in contenders]
+    if not titles:
+        raise ValueError("no policy is named")
+    repeated = sorted({title for title in titles if titles.count(title) > 1})
+    if repeated:
+        raise ValueError(f"policy {repeated[0]!r} is named twice")
+
+
 def line_up(
     names: Sequence[str],
     seed: int = 0,
     at_rest: bool = False,
     overrides: Mapping[str, int | None] = NONE,
-    scorers: Mapping[str, tuple[Any, str]] = NONE,
+    scorers: Mapping[str, Sequence[tuple[Any, str]]] = NONE,
 ) -> list[Contender]:
     """Contenders from names, each given what its kind has a use for.
 
@@ -95,16 +124,12 @@ def line_up(
         seed: for those that draw.
         at_rest: see `split_budget`.
         overrides: sinks and window go to every policy, interval to attention policies.
-        scorers: name -> (module, where it was read from).
+        scorers: name -> one or several (scorer, where it was read from); several stand beside each other.
 
     Raises:
         ValueError: for no name, an unknown or a repeated one, or a scorer for a policy that does not take part.
     """
-    if not names:
-        raise ValueError("no policy is named")
-    repeated = sorted({name for name in names if list(names).count(name) > 1})
-    if repeated:
-        raise ValueError(f"policy {repeated[0]!r} is named twice")
+    require_distinct([Contender(name) for name in names])
     idle = sorted(set(scorers) - set(names))
     if idle:
         raise ValueError(f"a scorer is given for {idle[0]!r}, which is not among the policies {', '.join(names)}")
@@ -115,16 +140,14 @@ def line_up(
         parts = {} if method.kind == "full" else {"sinks": overrides.get("sinks"), "window": overrides.get("window")}
         if method.kind == "attention":
             parts["interval"] = overrides.get("interval")
-        scorer, source = scorers.get(name, (None, None))
-        contenders.append(
-            Contender(
-                name,
-                options={"seed": seed} if draws else {},
-                overrides=parts,
-                at_rest=at_rest,
-                scorer=scorer,
-                scorer_source=source,
-                seed=seed if draws else None,
-            )
+        plain = Contender(
+            name,
+            options={"seed": seed} if draws else {},
+            overrides=parts,
+            at_rest=at_rest,
+            seed=seed if draws else None,
         )
+        given = scorers.get(name, ())
+        contenders += [plain.with_scorer(*one, alone=len(given) == 1) for one in given] or [plain]
+    require_distinct(contenders)
     return contenders

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvkeep.evaluation import statistics
-from kvkeep.evaluation.contenders import Contender, line_up
+from kvkeep.evaluation.contenders import Contender, line_up, require_distinct
 from kvkeep.evaluation.store import Store, fingerprint, key, library_digest, pack_floats, unpack_floats
 from kvkeep.lifetimes import realised_compression
 from kvkeep.runtime.geometry import bounded_layers, stock_cache_layers, text_config
@@ -83,7 +83,7 @@ def evaluate(
     for tokens in starts:
         for contender in contenders:
             if contender.name != "full":
-                pairs[contender.name, tokens] = (contender, tokens)
+                pairs[contender.title, tokens] = (contender, tokens)
     runs = runner.run_all(pairs)
 
     kinds = ["all", *dict.fromkeys(document.kind for document, _ in documents)]
@@ -92,7 +92,7 @@ def evaluate(
         chosen = [i for i, (document, _) in enumerate(documents) if kind in ("all", document.kind)]
         for tokens, start in starts.items():
             for contender in contenders:
-                at = ("full", None) if contender.name == "full" else (contender.name, tokens)
+                at = ("full", None) if contender.name == "full" else (contender.title, tokens)
                 measured = _measure(runs[at], runs["full", None], documents, chosen, start, seed)
                 rows.append(_row(model, contender, tokens, kind, length, measured))
     return {"rows": rows, "settings": _settings(model, runner, contenders, starts, length, seed) | dict(settings or {})}
@@ -104,7 +104,7 @@ def first_measured(contenders: Sequence[Contender], tokens: int, length: int) ->
     Raises:
         ValueError: if no query of `length` tokens is that late.
     """
-    slots = {c.name: budget.slots for c in contenders if (budget := c.policy(tokens).budget) is not None}
+    slots = {c.title: budget.slots for c in contenders if (budget := c.policy(tokens).budget) is not None}
     largest = max(slots, key=slots.get, default=None)
     start = slots[largest] if largest is not None else tokens
     if start >= length - 1:
@@ -157,7 +157,7 @@ class _Runner:
         total, done = len(pairs) * len(self.documents), 0
         for document, ids in self.documents:
             for at, (contender, tokens) in pairs.items():
-                named = contender.name if tokens is None else f"{contender.name} at {tokens}"
+                named = contender.title if tokens is None else f"{contender.title} at {tokens}"
                 self.progress(f"{named}, {document.name}", done, total)
                 runs[at].append(self.run(contender, tokens, document, ids))
                 done += 1
@@ -204,8 +204,9 @@ class _Runner:
 
 
 def _contenders(policies: Sequence[str | Contender], seed: int) -> list[Contender]:
-    line_up([p if isinstance(p, str) else p.name for p in policies])  # complains about unknown and repeated names
-    return [line_up([p], seed=seed)[0] if isinstance(p, str) else p for p in policies]
+    contenders = [line_up([p], seed=seed)[0] if isinstance(p, str) else p for p in policies]
+    require_distinct(contenders)
+    return contenders
 
 
 def _measure(

@@ -32,12 +32,12 @@ def by_kind(result: Mapping[str, Any], budget: int) -> Table:
     """One table of loss ratios at one budget: policies down, kinds of document across."""
     rows = [row for row in result["rows"] if row["budget"] == budget]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    cells = {(row["policy"], row["kind"]): row for row in rows}
+    cells = {(row["label"], row["kind"]): row for row in rows}
     best = {kind: best_rule([row for row in rows if row["kind"] == kind]) for kind in kinds}
-    found = _empty(f"loss ratio at {budget} by kind of document")
+    found = empty_table(f"loss ratio at {budget} by kind of document")
     for kind in kinds:
         found.add_column(kind, no_wrap=True)
-    for name in dict.fromkeys(row["policy"] for row in rows):
+    for name in dict.fromkeys(row["label"] for row in rows):
         line = [cells[name, kind] for kind in kinds]
         _add(found, line[0], [_marked(f"{row['loss_ratio']:.3f}", row is best[row["kind"]]) for row in line])
     return found
@@ -69,14 +69,14 @@ def _tables(rows: list[Mapping[str, Any]], beside: int) -> Iterator[Table]:
 
 def _table(kind: str, budgets: list[int], rows: list[Mapping[str, Any]]) -> Table:
     count = rows[0]["documents"]
-    found = _empty(f"{kind}: {count} document{'s' if count > 1 else ''} of {rows[0]['length']} tokens")
+    found = empty_table(f"{kind}: {count} document{'s' if count > 1 else ''} of {rows[0]['length']} tokens")
     for budget in budgets:
         found.add_column(f"loss ratio at {budget}", no_wrap=True)
         found.add_column("low", no_wrap=True)
         found.add_column("high", no_wrap=True)
-    cells = {(row["policy"], row["budget"]): row for row in rows}
+    cells = {(row["label"], row["budget"]): row for row in rows}
     best = {budget: best_rule([row for row in rows if row["budget"] == budget]) for budget in budgets}
-    for name in dict.fromkeys(row["policy"] for row in rows):
+    for name in dict.fromkeys(row["label"] for row in rows):
         line = []
         for budget in budgets:
             row = cells[name, budget]
@@ -85,7 +85,8 @@ def _table(kind: str, budgets: list[int], rows: list[Mapping[str, Any]]) -> Tabl
     return found
 
 
-def _empty(title: str) -> Table:
+def empty_table(title: str) -> Table:
+    """A table in the house style whose first two columns name a policy and its role."""
     style = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "show_edge": False, "pad_edge": False}
     found = Table(title=f"\n{title}", title_justify="left", title_style="bold", **style)
     found.add_column("policy", no_wrap=True)

@@ -37,6 +37,7 @@ class Recipe:
     """Everything a run needs besides model and data; JSON-friendly, recorded in the checkpoint.
 
     Attributes:
+        preset: the one it began as.
         schedule: of the fit.
         hidden: width of the scoring network.
         group, count_normalised, eps, target_source: of the target, see :func:`kvkeep.training.harvest.harvest`.
@@ -47,6 +48,7 @@ class Recipe:
         storage: of harvested keys and values.
     """
 
+    preset: str = "best"
     schedule: Schedule = field(default_factory=Schedule)
     hidden: int = 64
     group: str = "max"
@@ -63,11 +65,14 @@ class Recipe:
 PRESETS = {
     "best": Recipe(),
     "published": Recipe(
+        preset="published",
         schedule=Schedule(
             loss="boundary", lr=1e-3, clip=1.0, standardise=False, boundary="kth", decay="learned", gamma=0.99
         ),
     ),
-    "mini": Recipe(schedule=Schedule(steps=40, warmup=4, evaluate_every=20, save_every=20), calibrate_on=1),
+    "mini": Recipe(
+        preset="mini", schedule=Schedule(steps=40, warmup=4, evaluate_every=20, save_every=20), calibrate_on=1
+    ),
 }
 
 
@@ -169,6 +174,7 @@ def train(
         metrics=metrics,
         recipe=_jsonable(asdict(settings)),
         seed=seed,
+        league="frozen backbone",
         steps=fit.step,
         documents=len(documents),
         command=command,

@@ -1,0 +1,84 @@
+"""An evaluation as a page of Markdown: `python -m kvkeep.evaluation.report out.json > page.md`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvkeep.evaluation.gaps import gaps
+from kvkeep.evaluation.table import best_rule, role
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Tables of loss ratios with intervals, by kind, and of gaps closed; every number is from ``result``.
+
+    Args:
+        result: what ``evaluate`` returns, or its JSON read back.
+    """
+    rows, settings = result["rows"], result["settings"]
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    everything = [row for row in rows if row["kind"] == "all"]
+    lines = [
+        f"Model {settings['model']}, {everything[0]['documents']} documents of {everything[0]['length']} tokens, "
+        f"{settings['dtype']}; loss under the policy over loss with the full cache on the same tokens, 95 % bootstrap "
+        "interval over documents; * the best policy that is neither learned nor an oracle; low and high: the ratio on "
+        "the 80 % of tokens the full model is surest of, and on the rest.",
+    ]
+    for budget in budgets:
+        lines += ["", f"### {budget} tokens per KV head", ""]
+        lines += _ratios([row for row in everything if row["budget"] == budget])
+        lines += ["", f"By kind of document, at {budget}:", ""]
+        lines += _kinds([row for row in rows if row["budget"] == budget])
+    records = gaps(rows)
+    if records:
+        lines += ["", "### Gap closed between the best rule and an oracle", ""]
+        lines += _gaps(records)
+    return "\n".join(lines) + "\n"
+
+
+def _ratios(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    best, cells = best_rule(list(rows)), []
+    for row in rows:
+        low, high = row["loss_ratio_ci"]
+        ratio = f"{row['loss_ratio']:.3f} [{low:.3f}, {high:.3f}]" + (" *" if row is best else "")
+        if role(row) == "no eviction":
+            ratio = f"1.000 ({row['full_loss']:.3f} nats)"
+        shares = [row["low_entropy_ratio"], row["high_entropy_ratio"]]
+        shares = ["-" if share is None else f"{share:.3f}" for share in shares]
+        cells.append([row["label"], role(row), ratio, *shares, f"{row['realised_compression']:.2f}"])
+    return _grid(["policy", "", "loss ratio", "low", "high", "compression"], cells)
+
+
+def _kinds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    cells = {(row["label"], row["kind"]): row for row in rows}
+    labels = dict.fromkeys(row["label"] for row in rows)
+    head = [f"{kind} ({next(row for row in rows if row['kind'] == kind)['documents']})" for kind in kinds]
+    lines = [[label, *(f"{cells[label, kind]['loss_ratio']:.3f}" for kind in kinds)] for label in labels]
+    return _grid(["policy", *head], lines)
+
+
+def _gaps(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = []
+    for record in records:
+        low, high = record["ci"]
+        closed = f"{record['closed']:.2f} [{low:.2f}, {high:.2f}]"
+        wins = f"{record['wins']} of {record['documents']}"
+        cells.append(
+            [record["label"], record["budget"], record["kind"], record["rule"], record["oracle"], closed, wins]
+        )
+    return _grid(["learned", "budget", "kind", "rule", "oracle", "closed", "wins"], cells)
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows]]
+    return [line.replace("|  |", "| |") for line in lines]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("give the JSON of an evaluation: python -m kvkeep.evaluation.report out.json")
+    print(markdown(json.loads(Path(sys.argv[1]).read_text())), end="")

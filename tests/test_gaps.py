@@ -1,0 +1,65 @@
+"""Gap closed, from the rows of an evaluation."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvkeep.evaluation.gaps import gap_table, gaps
+from kvkeep.evaluation.report import markdown
+
+
+def row(policy, losses, kind="all", budget=128, scorer=None):
+    per_document = [{"document": str(i), "loss": loss, "full_loss": 1.0, "tokens": 10} for i, loss in enumerate(losses)]
+    loss = sum(losses) / len(losses)
+    base = {"policy": policy, "label": policy, "scorer": scorer, "kind": kind, "budget": budget}
+    return base | {"loss": loss, "loss_ratio": loss, "per_document": per_document}
+
+
+ROWS = [
+    row("full", [1.0, 1.0, 1.0]),
+    row("streaming", [1.9, 1.9, 1.9]),
+    row("h2o", [1.4, 1.8, 1.6]),
+    row("kvpop_mlp", [1.3, 1.2, 1.7], scorer="somewhere"),
+    row("golden", [1.1, 1.2, 1.3]),
+    row("future_mass", [2.0, 2.0, 2.0]),
+]
+
+
+def test_gap_is_to_the_best_rule_and_to_every_oracle_that_beats_it():
+    (found,) = gaps(ROWS)
+    assert (found["rule"], found["oracle"], found["label"]) == ("h2o", "golden", "kvpop_mlp")
+    assert found["closed"] == pytest.approx((4.8 - 4.2) / (4.8 - 3.6))
+    assert found["ci"][0] <= found["closed"] <= found["ci"][1]
+    assert (found["wins"], found["documents"]) == (2, 3)
+
+
+def test_kinds_and_budgets_are_compared_among_themselves():
+    more = [row(r["policy"], [d["loss"] for d in r["per_document"]][:2], "code", 256, r["scorer"]) for r in ROWS]
+    assert [(found["kind"], found["budget"], found["documents"]) for found in gaps(ROWS + more)] == [
+        ("all", 128, 3),
+        ("code", 256, 2),
+    ]
+
+
+def test_table_shows_all_documents_only():
+    more = [row(r["policy"], [d["loss"] for d in r["per_document"]], "code", 128, r["scorer"]) for r in ROWS]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(gap_table(gaps(ROWS + more)))
+    text = console.export_text()
+    assert text.count("kvpop_mlp") == 1
+    assert "0.50 [" in text
+    assert "2 of 3" in text
+
+
+def test_nothing_learned_means_no_gap():
+    assert gaps([r for r in ROWS if r["scorer"] is None]) == []
+
+
+def test_markdown_has_a_table_per_budget_and_only_numbers_of_the_result():
+    extra = {"documents": 3, "length": 99, "loss_ratio_ci": [1.0, 2.0], "full_loss": 1.0, "realised_compression": 0.5}
+    extra |= {"low_entropy_ratio": None, "high_entropy_ratio": 1.25}
+    page = markdown({"rows": [r | extra for r in ROWS], "settings": {"model": "m", "dtype": "float32"}})
+    assert "3 documents of 99 tokens" in page
+    assert "| h2o | rule | 1.600 [1.000, 2.000] * | - | 1.250 | 0.50 |" in page
+    assert "| kvpop_mlp | 128 | all | h2o | golden | 0.50 [" in page
