@@ -47,7 +47,7 @@ $(VENV)/demo.stamp: pyproject.toml $(VENV)/torch.stamp
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/torch.stamp
-	$(VENV)/bin/python $(PIP) -e ".[demo,dev]"
+	$(VENV)/bin/python $(PIP) -e ".[demo,train,dev]"
 	@touch $@ $(VENV)/demo.stamp
 
 # The oldest supported transformers over everything else of $(VENV): a path file makes its packages visible behind

@@ -1,4 +1,4 @@
-"""`kvkeep train`: a scorer for your model, from your documents."""
+"""`kvkeep train`: a scorer for your model, or a backbone used to a budget, from your documents."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep import scorers
-from kvkeep.cli import common
+from kvkeep.cli import common, tune
 from kvkeep.cli.evaluate import DataFlag, in_turn
 from kvkeep.evaluation import documents
 from kvkeep.training import kvpop
+from kvkeep.training.student import TARGETS
 
-MethodArgument = Annotated[str, typer.Argument(metavar="METHOD", help=f"{' or '.join(kvpop.METHODS)}.")]
+MethodArgument = Annotated[str, typer.Argument(metavar="METHOD", help=f"{', '.join(tune.METHODS)}.")]
 OutFlag = Annotated[Path, typer.Option("--out", metavar="DIR", help="The checkpoint; the run lives in DIR/run.")]
 CountFlag = Annotated[int | None, typer.Option("--documents", min=2, help="At most so many, of all kinds in turn.")]
 PresetFlag = Annotated[str, typer.Option("--preset", help=f"{', '.join(kvpop.PRESETS)}.")]
-StepsFlag = Annotated[int | None, typer.Option("--steps", min=1, help="Optimiser steps; the preset's by default.")]
+StepsFlag = Annotated[int | None, typer.Option("--steps", min=1, help="Of a tuned backbone (100), or of the scorer.")]
 ShardsFlag = Annotated[
     Path | None, typer.Option("--shards", metavar="DIR", help="Where read documents are kept, to share between runs.")
 ]
@@ -41,43 +42,60 @@ def run(
     decay: Annotated[str | None, typer.Option("--decay", help="calibrated, learned or off.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Target over a group: max, mean_log, log_mean.")] = None,
     delay: Annotated[bool, typer.Option(help="kvpop reads its memory when a token leaves, or when it enters.")] = True,
+    backbone: tune.BackboneFlag = tune.Backbone.frozen,
+    scorer: tune.ScorerFlag = None,
+    lr: tune.RateFlag = None,
+    rank: tune.RankFlag = 16,
+    targets: tune.TargetsFlag = ",".join(TARGETS),
+    kl: tune.KLFlag = "tail",
+    packing: tune.PackingFlag = tune.Packing.cut,
+    checkpointing: tune.CheckpointingFlag = False,
+    compute: tune.ComputeFlag = "own",
+    train_scorer: tune.AlongFlag = False,
     shards: ShardsFlag = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     dtype: common.DtypeFlag = None,
     device: common.DeviceFlag = None,
     seed: common.SeedFlag = 0,
 ) -> None:
-    """Train a scorer; the backbone stays as it is.
+    """Train a scorer on a frozen backbone, or tune the backbone under a policy.
 
-    Reads every document once, fits the scorer to the attention that tokens receive later, chooses the decay by
-    loss on a few of them, and saves a checkpoint for --scorer. Killed runs go on with --resume.
+    Frozen: reads every document once, fits the scorer to the attention that tokens receive later, chooses the decay
+    by loss on a few of them, and saves a checkpoint for --scorer. With --backbone lora or full, the backbone then
+    learns to predict under eviction what it predicts with the full cache; streaming is tuned without a scorer.
+    Killed runs go on with --resume.
     """
-    if method not in kvpop.METHODS:
-        raise ValueError(f"train takes {' or '.join(kvpop.METHODS)}, not {method!r}")
+    if method not in tune.METHODS:
+        raise ValueError(f"train takes streaming, {' or '.join(kvpop.METHODS)}, not {method!r}")
     options: dict[str, Any] = {} if delay else {"options": {"delay": False}}
-    settings = kvpop.recipe(preset, steps, hidden=hidden, loss=loss, decay=decay, group=group, **options)
+    frozen = backbone == tune.Backbone.frozen
+    settings = kvpop.recipe(
+        preset, steps if frozen else None, hidden=hidden, loss=loss, decay=decay, group=group, **options
+    )
+    given = {"lr": lr, "rank": rank, "kl": kl, "checkpointing": checkpointing, "compute": compute, "length": length}
+    tuning = tune.settings(method, backbone, scorer, steps, targets, packing, train_scorer, **given)
     bounds = common.numbers(budgets, "--budgets")
+    trained = tune.loaded_scorer(method, scorer, bounds)
     files = [*(data or []), *(more or [])]
     texts = documents.read(files) if files else documents.bundled(split="train")
     language_model, tokenizer = common.load(model, dtype, device)
-    scorers.new(method, language_model.config, bounds)  # complains about budgets before anything slow
-    packed = in_turn(documents.pack(texts, tokenizer, length), count)
+    if method in kvpop.METHODS and trained is None:
+        scorers.new(method, language_model.config, bounds)  # complains about budgets before anything slow
+    whole = tuning is not None and tuning.packing != "cut"
+    packed = in_turn(tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length), count)
+    options = {
+        "seed": seed,
+        "resume": resume,
+        "base_model": model,
+        "command": shlex.join(["kvkeep", *sys.argv[1:]]),
+        "shards": shards,
+    }
+    if tuning is not None:
+        tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, settings, **options)
+        return
     with common.progress_bar() as progress:
-        scorer = kvpop.train(
-            method,
-            language_model,
-            packed,
-            bounds,
-            out,
-            settings,
-            seed=seed,
-            resume=resume,
-            base_model=model,
-            command=shlex.join(["kvkeep", *sys.argv[1:]]),
-            shards=shards,
-            progress=progress,
-        )
-    report(scorer, len(packed), out)
+        made = kvpop.train(method, language_model, packed, bounds, out, settings, progress=progress, **options)
+    report(made, len(packed), out)
 
 
 def report(scorer: scorers.Scorer, count: int, out: Path) -> None:

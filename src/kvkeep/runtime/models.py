@@ -7,6 +7,7 @@ loading prints nothing (a hub download keeps the hub's own bars).
 from __future__ import annotations
 
 import contextlib
+import json
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ ALIASES: dict[str, Embedded] = {
     ),
 }
 
+ADAPTER = "adapter_config.json"  # peft's
 HUB_TIMEOUT_SECONDS = 10
 LOADING_FAILURES = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
@@ -90,7 +92,8 @@ def load(
     """Loads a model and its tokenizer, ready for evaluation.
 
     Args:
-        name: an alias, a local folder or a hub id.
+        name: an alias, a local folder or a hub id. A folder may hold adapters (peft) that name their base model: they
+            are merged into its weights.
         dtype: a torch dtype or its name; None is the checkpoint's own (float32 for the aliases).
         attn_implementation: attention function by name; policies that need attention need ``"kvkeep"``.
         device: where to put the model; None is the CPU.
@@ -104,6 +107,9 @@ def load(
     """
     dtype, device = _dtype(dtype), _device(device)
     place = _locate(name, progress)
+    if place.adapter_base is not None:
+        model, tokenizer = load(place.adapter_base, dtype, attn_implementation, device, progress)
+        return _adapted(model, place), tokenizer
     with _quiet(place), _explained(place, "model"):
         model, report = AutoModelForCausalLM.from_pretrained(
             place.source,
@@ -136,7 +142,25 @@ def load_tokenizer(name: str, progress: Progress | None = None) -> PreTrainedTok
     return _tokenizer(_locate(name, progress))
 
 
+def _adapted(model: PreTrainedModel, place: _Place) -> PreTrainedModel:
+    """The model with the adapters of a folder merged into its weights, a plain model again."""
+    try:
+        import peft  # here: an extra, and slow to import
+    except ImportError as error:
+        raise ModelError(
+            f"{place.name} holds adapters, which need peft, which the extra `train` brings: pip install 'kvkeep[train]'"
+        ) from error
+    with _quiet(place), _explained(place, "adapter"):
+        learned = {weight: weight.requires_grad for weight in model.parameters()}
+        merged = peft.PeftModel.from_pretrained(model, place.source).merge_and_unload()
+        for weight, flag in learned.items():  # which peft has frozen
+            weight.requires_grad_(flag)
+        return merged
+
+
 def _tokenizer(place: _Place) -> PreTrainedTokenizerBase:
+    if place.adapter_base is not None:
+        return load_tokenizer(place.adapter_base)
     with _quiet(place), _explained(place, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(place.source, local_files_only=place.local_only)
     tokenizer.padding_side = "left"
@@ -153,6 +177,7 @@ class _Place:
     name: str
     source: Path | str  # a folder, or a hub id
     trouble: str = ""  # why the hub cannot be asked; then only its local cache is looked into
+    adapter_base: str | None = None  # the model that the adapters in this folder are for
 
     @property
     def is_folder(self) -> bool:
@@ -170,6 +195,8 @@ def _locate(name: str, progress: Progress | None) -> _Place:
     source = resolve(name, progress)
     path = Path(source).expanduser()
     if path.is_dir():
+        if (path / ADAPTER).is_file():
+            return _Place(name, path, adapter_base=_base_of(path))
         if not (path / "config.json").is_file():
             raise ModelError(f"the folder {name} holds no model: it has no config.json")
         return _Place(name, path)
@@ -178,6 +205,16 @@ def _locate(name: str, progress: Progress | None) -> _Place:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ModelError(f"there is no model folder {name}")
     return _Place(name, name, _why_hub_fails(name))
+
+
+def _base_of(folder: Path) -> str:
+    try:
+        base = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder / ADAPTER} cannot be read: {_first_line(error)}") from error
+    if not isinstance(base, str) or not base or Path(base) == folder:
+        raise ModelError(f"{folder / ADAPTER} does not say which model its adapters are for")
+    return base
 
 
 def _why_hub_fails(name: str) -> str:

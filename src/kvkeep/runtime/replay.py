@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from kvkeep.policies.base import Geometry, Policy
@@ -22,7 +25,7 @@ from kvkeep.runtime.geometry import bounded_layers, layer_geometry, text_config
 from kvkeep.runtime.interval import IntervalResidency
 from kvkeep.runtime.residency import rows_by
 from kvkeep.slots import pad_front
-from kvkeep.sparse_attention import causal_attention
+from kvkeep.sparse_attention import causal_attention, live_attention
 
 Observer = Callable[[Geometry, Tensor, Tensor, Tensor, Tensor], None]
 """Called with (geometry, query ``[B, Hq, S, D]``, key, value ``[B, H, S, D]``, evicted_at ``[B, H, S]``) of a layer,
@@ -77,6 +80,35 @@ def replay(
         ValueError: for a model without full-attention layers, one that does not hand keywords down to its attention,
             padding other than on the left, a sequence of one token, or values that are not finite.
     """
+    hidden, lifetimes = hidden_states(model, input_ids, policy, attention_mask, gradients, observe)
+    with torch.set_grad_enabled(gradients):
+        loss, entropy, logits = _score(model, hidden, input_ids, return_logits)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    valid = (mask[:, 1:] * mask[:, :-1]).bool()
+    return Replay(loss * valid, entropy * valid, valid, lifetimes, logits)
+
+
+def hidden_states(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    policy: Policy,
+    attention_mask: Tensor | None = None,
+    gradients: bool = False,
+    observe: Observer | None = None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """What :func:`replay` measures logits of: for losses of one's own, see :func:`by_blocks`.
+
+    With gradient checkpointing, a layer that is computed again in backward sees the tokens that it saw in forward, is
+    not scored again and not observed again; backward must then run inside :func:`kvkeep_attention`.
+
+    Args: as :func:`replay`.
+
+    Returns:
+        The decoder's last hidden states ``[B, S, hidden]``, and ``evicted_at`` per layer as in :class:`Replay`.
+
+    Raises:
+        ValueError: as :func:`replay`.
+    """
     if input_ids.dim() != 2 or input_ids.shape[1] < 2:
         raise ValueError(f"input_ids must be [batch, length >= 2], not {list(input_ids.shape)}")
     if gradients and policy.kind == "attention":
@@ -84,11 +116,34 @@ def replay(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     pads = attention.left_padding(mask.bool())
     session = _Session(model, policy, pads, observe)
-    with torch.set_grad_enabled(gradients), _kvkeep_attention(model):
-        hidden = session.forward(model, input_ids, mask)
-        loss, entropy, logits = _score(model, hidden, input_ids, return_logits)
-    valid = (mask[:, 1:] * mask[:, :-1]).bool()
-    return Replay(loss * valid, entropy * valid, valid, session.lifetimes, logits)
+    with torch.set_grad_enabled(gradients), kvkeep_attention(model):
+        return session.forward(model, input_ids, mask), session.lifetimes
+
+
+def by_blocks(model: PreTrainedModel, hidden: Tensor, measure: Callable[[Tensor, int], Any]) -> list:
+    """Logits of ``HEAD_BLOCK`` positions at a time, handed to ``measure`` and forgotten.
+
+    Where gradients are wanted a block's logits are computed again in backward, so that ``HEAD_BLOCK x V`` numbers, and
+    never ``S x V``, exist at a time.
+
+    Args:
+        model: whose head is used.
+        hidden: ``[B, S, hidden]``, from :func:`hidden_states`.
+        measure: called with logits ``[B, n, V]`` and the first of their n positions.
+
+    Returns:
+        What ``measure`` returned for each block, in order.
+    """
+
+    def part(start: int, block: Tensor) -> Any:
+        return measure(project(model, block), start)
+
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    parts = []
+    for start in range(0, hidden.shape[1], HEAD_BLOCK):
+        block = hidden[:, start : start + HEAD_BLOCK]
+        parts.append(again(part, start, block) if torch.is_grad_enabled() else part(start, block))
+    return parts
 
 
 class _Session:
@@ -104,6 +159,7 @@ class _Session:
         self.lifetimes: list[Tensor | None] = [None] * len(self.bounded)
         self.foreseen: dict[tuple[int, int], dict] = {}  # (layer, padding) -> memory, of an oracle's dense pass
         self.looking_ahead = False
+        self.finished = False  # layers that attend from then on are computed again, in backward
         self.visited = 0
 
     def forward(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
@@ -118,6 +174,7 @@ class _Session:
             decoder(**inputs)
             self.looking_ahead = False
         hidden = decoder(**inputs).last_hidden_state
+        self.finished = True
         if not self.visited:
             raise ValueError(
                 f"{type(model).__name__} does not hand keyword arguments down to its attention, which replay needs"
@@ -129,6 +186,8 @@ class _Session:
 
     def attend(self, module, query: Tensor, key: Tensor, value: Tensor, mask, scaling) -> Tensor:
         layer = module.layer_idx
+        if self.finished:
+            return self._attend_again(layer, query, key, value, scaling)
         self.visited += 1
         geometry = layer_geometry(self.config, self.policy, layer, query.shape[1], key, scaling)
         outputs, lifetimes = [], []
@@ -139,10 +198,24 @@ class _Session:
                 self.observe(geometry, *real, evicted_at)
             outputs.append(pad_front(output, pad))
             lifetimes.append(pad_front(evicted_at + pad, pad))
-        order = torch.tensor([row for _, rows in self.groups for row in rows], device=key.device).argsort()
         if not self.looking_ahead:
-            self.lifetimes[layer] = torch.cat(lifetimes)[order]
-        return torch.cat(outputs)[order] if self.padded else outputs[0]
+            self.lifetimes[layer] = self._in_order(lifetimes)
+        return self._in_order(outputs) if self.padded else outputs[0]
+
+    def _attend_again(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling) -> Tensor:
+        """The same attention under the lifetimes that are known, whatever the recomputed keys would score."""
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        outputs = []
+        for pad, rows in self.groups:
+            real = [tensor[rows, :, pad:] if self.padded else tensor for tensor in (query, key, value)]
+            evicted_at = self.lifetimes[layer][rows, :, pad:] - pad
+            outputs.append(pad_front(live_attention(*real, evicted_at, scaling), pad))
+        return self._in_order(outputs) if self.padded else outputs[0]
+
+    def _in_order(self, parts: list[Tensor]) -> Tensor:
+        """Rows of the groups, each ``[rows, ...]``, in the order of the batch."""
+        order = torch.tensor([row for _, rows in self.groups for row in rows], device=parts[0].device).argsort()
+        return torch.cat(parts)[order]
 
     def _attend_rows(self, geometry, pad: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         length = key.shape[2]
@@ -159,13 +232,13 @@ class _Session:
             memory = self.foreseen.pop((geometry.layer, pad), None)
             residency.memory = self.policy.foresee(geometry, query, key) if memory is None else memory
         residency.record_lifetimes(length)
-        residency.check(key, value)
+        residency.check(key.detach(), value.detach())
         return residency.ingest(query, key, value), residency.lifetimes
 
 
 @contextlib.contextmanager
-def _kvkeep_attention(model: PreTrainedModel):
-    """Switch the model to kvkeep's attention and back."""
+def kvkeep_attention(model: PreTrainedModel):
+    """Inside, the model uses kvkeep's attention; afterwards its own again. May be nested."""
     before = {"": model.config._attn_implementation}
     for name in model.config.sub_configs:
         part = getattr(model.config, name, None)

@@ -28,6 +28,7 @@ from kvkeep.budget import Budget
 from kvkeep.training.decay import GRID, calibrate_decay
 from kvkeep.training.fit import Fit, Schedule
 from kvkeep.training.harvest import harvest
+from kvkeep.training.state import jsonable, open_run
 
 METHODS = ("kvpop", "kvpop_mlp")
 
@@ -146,7 +147,7 @@ def train(
             f"{short[0]} is no longer than the largest budget" if short else "training takes two documents or more"
         )
     out = Path(out)
-    run = _open_run(out, _record(method, settings, scorer.budgets, seed, documents), resume)
+    run = open_run(out, _record(method, settings, scorer.budgets, seed, documents), resume)
     folder = run / "shards" if shards is None else Path(shards)
     target = {"group": settings.group, "count_normalised": settings.count_normalised, "eps": settings.eps}
     pieces = harvest(
@@ -172,7 +173,7 @@ def train(
         base_fingerprint=scorers.model_fingerprint(model),
         data_fingerprint=data_fingerprint(documents),
         metrics=metrics,
-        recipe=_jsonable(asdict(settings)),
+        recipe=jsonable(asdict(settings)),
         seed=seed,
         league="frozen backbone",
         steps=fit.step,
@@ -191,7 +192,7 @@ def data_fingerprint(documents: Sequence[tuple[object, Tensor]]) -> str:
 
 
 def _record(method: str, settings: Recipe, budgets, seed: int, documents) -> dict[str, Any]:
-    return _jsonable(
+    return jsonable(
         {
             "method": method,
             "recipe": asdict(settings),
@@ -200,23 +201,3 @@ def _record(method: str, settings: Recipe, budgets, seed: int, documents) -> dic
             "data": data_fingerprint(documents),
         }
     )
-
-
-def _open_run(out: Path, record: dict[str, Any], resume: bool) -> Path:
-    """The folder of a run, which remembers what it is a run of."""
-    run = out / "run"
-    described = run / "run.json"
-    if described.exists():
-        if not resume:
-            raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another folder")
-        if json.loads(described.read_text()) != record:
-            raise ValueError(f"{out} holds a run with other settings, budgets, seed or documents; it cannot be resumed")
-    run.mkdir(parents=True, exist_ok=True)
-    beside = described.with_suffix(".tmp")
-    beside.write_text(json.dumps(record, indent=1))
-    beside.rename(described)
-    return run
-
-
-def _jsonable(value: Any) -> Any:
-    return json.loads(json.dumps(value))

@@ -73,3 +73,33 @@ class Log:
     def write(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def open_run(out: Path, record: dict[str, Any], resume: bool) -> Path:
+    """The folder ``out/run`` of a run, which remembers what it is a run of.
+
+    Args:
+        out: where the result will be.
+        record: JSON-friendly, everything that decides the result.
+        resume: go on with the run that is there, if there is one.
+
+    Raises:
+        ValueError: where ``out`` holds a run and ``resume`` is False, or one with another record.
+    """
+    run = out / "run"
+    described = run / "run.json"
+    if described.exists():
+        if not resume:
+            raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another folder")
+        if json.loads(described.read_text()) != record:
+            raise ValueError(f"{out} holds a run with other settings, budgets, seed or documents; it cannot be resumed")
+    run.mkdir(parents=True, exist_ok=True)
+    beside = described.with_suffix(".tmp")
+    beside.write_text(json.dumps(record, indent=1))
+    beside.rename(described)
+    return run
+
+
+def jsonable(value: Any) -> Any:
+    """The value as it reads after a round trip through JSON: tuples as lists, keys as strings."""
+    return json.loads(json.dumps(value))
