@@ -381,6 +381,7 @@ QUERY, KEY = torch.zeros(2, 6, 8, 4), torch.zeros(2, 3, 8, 4)
             lambda: future_attention(QUERY, KEY, 2, lse=torch.zeros(2, 3, 8)),
             "(2, 6, 8) like the queries, got (2, 3, 8)",
         ),
+        (lambda: future_attention(QUERY * torch.nan, KEY, 2), "not finite"),
         (lambda: future_attention(QUERY, KEY, 0), "at least 1, got 0"),
         (lambda: future_attention(QUERY, KEY, 2, group="mean"), "'mean'"),
         (lambda: future_attention(QUERY, KEY, 2, eps=-1.0), "-1.0"),

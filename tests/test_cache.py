@@ -371,3 +371,38 @@ def test_replay_measures_what_the_logits_say():
 def test_bert_has_no_cache_to_bound():
     with pytest.raises(ValueError):
         kvkeep.EvictingCache(BertConfig(is_decoder=False), make(("h2o", BLOCKS, {})))
+
+
+WRONG_TYPES = [
+    (lambda model: kvkeep.EvictingCache(model.config, "h2o"), "not a LlamaConfig and a str"),
+    (lambda model: kvkeep.EvictingCache(model, make(STREAMING)), "not a LlamaForCausalLM and a Streaming"),
+    (lambda model: kvkeep.replay(model, random_ids(9), "h2o"), "a Tensor and a str"),
+    (lambda model: kvkeep.replay(None, random_ids(9), make(STREAMING)), "not a NoneType"),
+    (lambda model: kvkeep.replay(model, random_ids(9).numpy(), make(STREAMING)), "a ndarray"),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), WRONG_TYPES, ids=[sentence for _, sentence in WRONG_TYPES])
+def test_wrong_types_are_named(call, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        call(tiny_model())
+
+
+def test_cache_of_another_shape_is_refused_in_a_sentence():
+    model, policy = tiny_model(), make(STREAMING)
+    cache = make_cache(model, policy)
+    model(random_ids(5), past_key_values=cache)
+    with pytest.raises(ValueError, match="this cache holds 1 rows of 2 KV heads of size 8, the new tokens have 2, 2"):
+        model(random_ids(1, batch=2), past_key_values=cache)
+    with pytest.raises(ValueError, match="the cache was made for 2 layers; the model has a layer 2"):
+        tiny_model("gemma3")(random_ids(5), past_key_values=make_cache(model, policy))
+    with pytest.raises(ValueError, match=r"attention_mask must be \[1, 9\] like the ids, not \[1, 5\]"):
+        kvkeep.replay(model, random_ids(9), policy, attention_mask=torch.ones(1, 5))
+
+
+@pytest.mark.parametrize("slots", [10**14, 10**30])
+def test_a_budget_that_does_not_fit_into_memory_is_refused_in_a_sentence(slots):
+    model = tiny_model()
+    cache = make_cache(model, kvkeep.policies.create("streaming", slots))
+    with pytest.raises(ValueError, match=f"no memory for {slots} slots of 1 rows and 2 KV heads"):
+        model(random_ids(5), past_key_values=cache)

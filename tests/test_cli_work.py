@@ -1,6 +1,9 @@
 """`kvkeep train` and `kvkeep benchmark` on a tiny byte-level model: results, resumption, mistakes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -104,3 +107,26 @@ def test_benchmark_measures_every_row(run, folder, tmp_path):
     assert sizes["full", 90, 1] == sizes["full_preallocated", 90, 1] == (90 + 5 + 2) * pair
     assert sizes["h2o", 50, 1] == sizes["h2o", 90, 1] < sizes["full", 50, 1]
     assert "full_preallocated" in said
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_input_that_is_not_text_is_refused(folder, command):
+    program = [sys.executable, "-W", "ignore", "-m", "kvkeep.cli", command, "--model", str(folder), "--policy", "full"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONUTF8": "1"}
+    done = subprocess.run(program, input=b"hello\n\xff\xfe\n", capture_output=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.decode().strip() == "kvkeep: standard input is not UTF-8 text"
+
+
+@pytest.mark.parametrize("seed", ["-1", "99999999999999999999"])
+@pytest.mark.parametrize("command", ["generate", "evaluate", "demo"])
+def test_seeds_out_of_range_are_named(run, no_model, command, seed):
+    code, _, err = run(command, "--seed", seed)
+    assert code == 2
+    assert "--seed" in err
+
+
+def test_interval_without_a_policy_that_has_one_is_refused(run, no_model):
+    code, _, err = run("evaluate", "--policies", "streaming,random", "--interval", "3")
+    assert code == 2
+    assert "--interval 3 is for policies that decide every interval" in err

@@ -56,7 +56,7 @@ def test_default_splits(names, splits):
             assert policies.create(name, slots).budget == Budget(*split)
             assert Budget(*split).slots == slots
         assert policies.budget(name, slots, sinks=None, window=None, interval=None) == Budget(*split)
-    assert policies.budget("full", 128) is None
+    assert policies.budget("full", 128) == Budget(4, 32, 92)
     assert policies.create("full").budget is None
 
 
@@ -333,3 +333,10 @@ def test_expected_attention_is_its_formula(embedding, use_covariance):
             z = [scaling * (mean @ k) + use_covariance * scaling**2 / 2 * (k @ spread @ k) for k in keys[0, head]]
             attention += torch.stack(z).softmax(0) / group
         torch.testing.assert_close(got[0, head], (attention + epsilon) * values[0, head].square().sum(-1).sqrt())
+
+
+def test_protect_is_the_window_by_another_name():
+    assert policies.create("snapkv", 128, protect=32).budget == Budget(0, 32, 64, 32)
+    assert policies.create("h2o", Budget(0, 32, 64, 32), protect=8).budget == Budget(0, 8, 88, 32)
+    with pytest.raises(ValueError, match="topk must be at least 1"):
+        policies.create("h2o", 128, protect=200)

@@ -7,6 +7,8 @@
 Importing registers the attention function ``"kvkeep"`` and its mask with transformers.
 """
 
+import importlib
+
 from kvkeep import attention_mass, lifetimes, policies, scorers
 from kvkeep.budget import Budget
 from kvkeep.runtime import attention as _attention
@@ -15,6 +17,14 @@ from kvkeep.runtime.replay import Replay, replay
 from kvkeep.scorers import load_scorer
 
 _attention.register()
+
+
+def __getattr__(name: str):
+    """The upper floors by name (``kvkeep.training.losses``), imported when first asked for."""
+    if name in ("training", "evaluation", "benchmark"):
+        return importlib.import_module(f"kvkeep.{name}")
+    raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 

@@ -240,6 +240,8 @@ def _check_shapes(query: Tensor, key: Tensor, lse: Tensor | None) -> None:
             raise ValueError(f"query and key differ in {name}: {query.shape[axis]} and {key.shape[axis]}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads are not a multiple of {key.shape[1]} KV heads")
+    if not bool(torch.isfinite(query).all() & torch.isfinite(key).all()):
+        raise ValueError("queries or keys are not finite (NaN or infinity)")
     if lse is not None and lse.shape != query.shape[:3]:
         raise ValueError(f"lse must be {tuple(query.shape[:3])} like the queries, got {tuple(lse.shape)}")
 

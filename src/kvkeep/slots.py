@@ -82,14 +82,23 @@ class Slots:
 
     @classmethod
     def empty(cls, like_keys: Tensor, like_values: Tensor, slots: int) -> Slots:
-        """Allocate ``slots`` empty slots for rows, heads, sizes and dtypes like those of the given pairs."""
+        """Allocate ``slots`` empty slots for rows, heads, sizes and dtypes like those of the given pairs.
+
+        Raises:
+            ValueError: where there is no memory for them.
+        """
         batch, heads = like_keys.shape[:2]
-        return cls(
-            keys=like_keys.new_zeros(batch, heads, slots, like_keys.shape[-1]),
-            values=like_values.new_zeros(batch, heads, slots, like_values.shape[-1]),
-            positions=torch.full((batch, heads, slots), EMPTY, dtype=torch.int32, device=like_keys.device),
-            held=[0] * batch,
-        )
+        try:
+            return cls(
+                keys=like_keys.new_zeros(batch, heads, slots, like_keys.shape[-1]),
+                values=like_values.new_zeros(batch, heads, slots, like_values.shape[-1]),
+                positions=torch.full((batch, heads, slots), EMPTY, dtype=torch.int32, device=like_keys.device),
+                held=[0] * batch,
+            )
+        except (RuntimeError, OverflowError, TypeError) as error:  # whatever torch calls it
+            raise ValueError(
+                f"no memory for {slots} slots of {batch} rows and {heads} KV heads: take a smaller budget"
+            ) from error
 
     def add_extra(self, name: str, shape: Sequence[int], dtype: torch.dtype, fill: float = 0.0) -> None:
         """Give every slot a number (or a vector of ``shape``) that moves and disappears with it."""

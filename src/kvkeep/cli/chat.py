@@ -57,19 +57,19 @@ def run(
 
 def lines() -> Iterator[str]:
     """What the user says, line by line without blanks; a prompt sign on a terminal only."""
-    if sys.stdin.isatty():
-        import readline  # noqa: F401 - gives input() its editing and history
+    spoken = _typed() if sys.stdin.isatty() else common.standard_input()
+    yield from filter(None, map(str.strip, spoken))
 
-        typer.echo("/reset forgets everything, /exit ends")
+
+def _typed() -> Iterator[str]:
+    import readline  # noqa: F401 - gives input() its editing and history
+
+    typer.echo("/reset forgets everything, /exit ends")
     while True:
         try:
-            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+            yield input("> ")
         except EOFError:
             return
-        if not line and not sys.stdin.isatty():
-            return
-        if line.strip():
-            yield line.strip()
 
 
 def turn(tokenizer: Any, before: list[int], message: str) -> list[int]:

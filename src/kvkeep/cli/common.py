@@ -59,7 +59,7 @@ PrefillFlag = Annotated[
 ]
 DtypeFlag = Annotated[Dtype | None, typer.Option("--dtype", help="Number format; the checkpoint's own by default.")]
 DeviceFlag = Annotated[str | None, typer.Option("--device", help="Where the model runs; cpu by default.")]
-SeedFlag = Annotated[int, typer.Option("--seed", help="Of every random choice.")]
+SeedFlag = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of every random choice.")]
 NewTokensFlag = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to generate at most.")]
 TemperatureFlag = Annotated[float, typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.")]
 
@@ -114,6 +114,20 @@ def equipped(contender: Contender, model: Any) -> Contender:
             "it with --scorer"
         )
     return contender.with_scorer(scorer, "shipped")
+
+
+def standard_input() -> Iterator[str]:
+    """Lines of standard input.
+
+    Raises:
+        ValueError: for bytes that are not UTF-8 text.
+    """
+    try:
+        for line in sys.stdin:
+            line.encode("utf-8")  # bytes that did not decode stand in it as lone surrogates
+            yield line
+    except UnicodeError as error:
+        raise ValueError("standard input is not UTF-8 text") from error
 
 
 def numbers(text: str, flag: str) -> list[int]:

@@ -55,7 +55,7 @@ def read_prompt(prompt: str | None) -> str:
     """
     if prompt is None and sys.stdin.isatty():
         raise ValueError('give a prompt: kvkeep generate "Once upon a time"')
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    text = "".join(common.standard_input()) if prompt in (None, "-") else prompt
     if not text.strip():
         raise ValueError("the prompt is empty")
     return text

@@ -32,7 +32,7 @@ def run(
     for name, split in splits.items():
         method = policies.describe(name)
         kind = method.kind + ", oracle" * method.oracle + ", learned" * method.learned
-        console.print(ROW.format(name, kind, _parts(split)))
+        console.print(ROW.format(name, kind, "everything" if method.kind == "full" else _parts(split)))
         paper = f" ({method.paper})" if method.paper else ""
         console.print(Padding(Text(first_line(method.__doc__) + paper, style="dim"), (0, 0, 0, 4)))
     console.print(LEGEND)
@@ -43,7 +43,5 @@ def first_line(docstring: str | None) -> str:
     return next(iter((docstring or "").strip().splitlines()), "").replace("`", "")
 
 
-def _parts(split: Budget | None) -> str:
-    if split is None:
-        return "everything"
+def _parts(split: Budget) -> str:
     return f"{split.sinks} + {split.window} + {split.topk} + {split.interval}"

@@ -38,6 +38,8 @@ def split_budget(
     """
     overrides = {part: size for part, size in overrides.items() if size is not None}
     kind = policies.describe(name).kind
+    if kind == "full":
+        return None
     try:
         if at_rest and kind == "attention":
             overrides.setdefault("interval", policies.budget(name, tokens).interval)

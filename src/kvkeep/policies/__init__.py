@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 
 from kvkeep.budget import Budget
@@ -45,8 +46,10 @@ def describe(name: str) -> type[Policy]:
     return REGISTRY[name]
 
 
-def budget(name: str, slots: int, **overrides: int) -> Budget | None:
-    """Split a bound of ``slots`` tokens per KV head the way the policy wants it; None for ``full``.
+def budget(name: str, slots: int, **overrides: int) -> Budget:
+    """Split a bound of ``slots`` tokens per KV head the way the policy wants it.
+
+    ``full`` ignores any budget; its split is that of a policy which decides at every token.
 
     Args:
         name: a registered policy.
@@ -60,8 +63,6 @@ def budget(name: str, slots: int, **overrides: int) -> Budget | None:
             parts, naming the numbers.
     """
     method = describe(name)
-    if method.kind == "full":
-        return None
     overrides = {part: size for part, size in overrides.items() if size is not None}
     for part, size in {"slots": slots, **overrides}.items():
         if isinstance(size, bool) or not hasattr(size, "__index__"):
@@ -69,6 +70,9 @@ def budget(name: str, slots: int, **overrides: int) -> Budget | None:
     unknown = set(overrides) - {"sinks", "window", "interval"} - ({"state_entries"} if method.learned else set())
     if unknown:
         raise ValueError(f"a budget has sinks, window and interval to override, not {', '.join(sorted(unknown))}")
+    if method.kind == "full":
+        overrides.pop("interval", None)
+        return EntryPolicy.default_budget(slots, **overrides)
     split = method.default_budget(slots, **overrides)
     _check_kind(method, split)
     return split
@@ -82,13 +86,15 @@ def create(name: str, budget_or_slots: Budget | int | None = None, scorer=None, 
         budget_or_slots: a :class:`~kvkeep.Budget`, obeyed as given, or a number of slots, split by the policy's
             defaults; a learned policy then pays for its scorer's memory out of top-k. Not needed for ``full``.
         scorer: of a learned policy, from :func:`kvkeep.load_scorer` or :func:`kvkeep.scorers.new`; None for a rule.
-        options: the policy's own, see its class.
+        options: the policy's own, see its class; and ``protect``, how many of the newest tokens may not go, which is
+            the budget's window under the name that other libraries use (top-k gives or takes the difference).
 
     Raises:
         ValueError: for an unknown policy or option, a missing or impossible budget, a scorer where none is used, none
             where one is, or one of another method.
     """
     method = describe(name)
+    protect = options.pop("protect", None)
     if method.learned:
         Learned.require_scorer(name, scorer)
         options["scorer"] = scorer
@@ -100,6 +106,8 @@ def create(name: str, budget_or_slots: Budget | int | None = None, scorer=None, 
     if split is None and budget_or_slots is not None:
         charged = {"state_entries": scorer.state_entries} if method.learned else {}
         split = budget(name, budget_or_slots, **charged)
+    if protect is not None and split is not None:
+        split = replace(split, window=protect, topk=split.topk + split.window - protect)
     _check_kind(method, split)
     try:
         return method(split, **options)

@@ -29,7 +29,8 @@ class DecayedH2O(H2O):
     """H2O with a decay: cumulative attention that fades, the strongest simple rule in our trials.
 
     ``received <- decay * received + attention of this interval's queries`` (ForesightKV, arXiv 2602.03203, the decayed
-    feature of section 3): the decay is per eviction interval, not per token.
+    feature of section 3): the decay is per eviction interval, not per token. It is applied at queries ``rest``,
+    ``rest + interval``, ..., so a first time one interval before the first eviction, as the paper's recurrence does.
 
     Args:
         decay: in (0, 1]; None = 0.9, or 0.97 where the interval is a single token.

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Geometry, Policy
 from kvkeep.runtime import attention
 from kvkeep.runtime.entry import EntryResidency
 from kvkeep.runtime.geometry import bounded_layers, layer_geometry, stock_cache_layers, text_config
@@ -64,6 +64,11 @@ class EvictingCache(Cache):
         prefill: str = "sparse",
         padding: int | Sequence[int] | None = None,
     ):
+        if not isinstance(policy, Policy) or not isinstance(config, PreTrainedConfig):
+            raise TypeError(
+                "EvictingCache takes a model's config and a policy of kvkeep.policies.create, not a "
+                f"{type(config).__name__} and a {type(policy).__name__}"
+            )
         if prefill not in ("sparse", "dense"):
             raise ValueError(f"prefill must be 'sparse' or 'dense', not {prefill!r}")
         if policy.oracle:
@@ -82,6 +87,11 @@ class EvictingCache(Cache):
             ]
         super().__init__(layers=layers)
         self.policy = policy
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"the cache was made for {len(self.layers)} layers; the model has a layer {layer_idx}")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:
@@ -130,6 +140,7 @@ class EvictingLayer(CacheLayerMixin):
         self.config, self.policy, self.index, self.dense, self.padding = config, policy, index, dense, padding
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
         self.residency: Residency | None = None
+        self.geometry: Geometry | None = None
         self.awaiting = False  # handed on to the attention function, which has not attended yet
 
     # What transformers asks
@@ -230,15 +241,24 @@ class EvictingLayer(CacheLayerMixin):
         if not self.dense and longest > self.policy.budget.slots:
             raise ValueError(
                 f"a prompt of {longest} tokens is longer than the budget of {self.policy.budget.slots}: sparse prefill "
-                f'needs attn_implementation="kvkeep" (transformers >= {HANDS_KEYWORDS}), or use prefill="dense"'
+                f'needs attn_implementation="kvkeep" (transformers >= {HANDS_KEYWORDS}), and the config given to the '
+                f'cache says {self.config._attn_implementation!r}; or use prefill="dense"'
             )
 
     def _start(self, keys: Tensor, values: Tensor, query_heads: int | None, scaling) -> None:
         if self.residency is not None:
+            made_for = (len(self.residency.seen), self.geometry.kv_heads, self.geometry.head_dim)
+            if made_for != (keys.shape[0], keys.shape[1], keys.shape[3]):
+                raise ValueError(
+                    "this cache holds {} rows of {} KV heads of size {}, the new tokens have {}, {} and {}: ".format(
+                        *made_for, keys.shape[0], keys.shape[1], keys.shape[3]
+                    )
+                    + "make a new cache, or reset this one"
+                )
             return
         heads = query_heads or self.config.num_attention_heads
-        geometry = layer_geometry(self.config, self.policy, self.index, heads, keys, scaling)
-        self.residency = RESIDENCIES[self.policy.kind](self.policy, geometry, keys, values, dense=self.dense)
+        self.geometry = layer_geometry(self.config, self.policy, self.index, heads, keys, scaling)
+        self.residency = RESIDENCIES[self.policy.kind](self.policy, self.geometry, keys, values, dense=self.dense)
         self.keys, self.values = self.residency.slots.keys, self.residency.slots.values
 
     def _padding_from_positions(self, keys: Tensor, keywords: dict | None) -> list[int] | None:

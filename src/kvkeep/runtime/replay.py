@@ -109,6 +109,15 @@ def hidden_states(
     Raises:
         ValueError: as :func:`replay`.
     """
+    if not isinstance(model, PreTrainedModel) or not isinstance(policy, Policy) or not isinstance(input_ids, Tensor):
+        raise TypeError(
+            "replay takes a transformers model, a tensor of token ids and a policy of kvkeep.policies.create, not a "
+            f"{type(model).__name__}, a {type(input_ids).__name__} and a {type(policy).__name__}"
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must be {list(input_ids.shape)} like the ids, not {list(attention_mask.shape)}"
+        )
     if input_ids.dim() != 2 or input_ids.shape[1] < 2:
         raise ValueError(f"input_ids must be [batch, length >= 2], not {list(input_ids.shape)}")
     if gradients and policy.kind == "attention":

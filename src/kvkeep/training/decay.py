@@ -16,7 +16,7 @@ from kvkeep import policies
 from kvkeep.runtime.replay import replay
 from kvkeep.scorers import Scorer
 
-GRID = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 1.0)
+GRID = (0.0, 0.1, 0.2, 0.3, 0.5)
 
 
 def calibrate_decay(

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -57,7 +58,7 @@ class Recipe:
     eps: float = 1e-6
     target_source: str = "dense"
     held_out: float = 0.1
-    calibrate_on: int = 6
+    calibrate_on: int = 4
     decays: tuple[float, ...] = GRID
     options: dict[str, Any] = field(default_factory=dict)
     storage: str = "float16"
@@ -148,6 +149,7 @@ def train(
         )
     out = Path(out)
     run = open_run(out, _record(method, settings, scorer.budgets, seed, documents), resume)
+    fingerprint, documents = data_fingerprint(documents), mixed(documents)
     folder = run / "shards" if shards is None else Path(shards)
     target = {"group": settings.group, "count_normalised": settings.count_normalised, "eps": settings.eps}
     pieces = harvest(
@@ -165,13 +167,13 @@ def train(
     fit = Fit(scorer, pieces[:cut], pieces[cut:], settings.schedule, run, resume, seed, progress)
     metrics: dict[str, Any] = {"held_out": fit.run()}
     if settings.schedule.decay == "calibrated":
-        ratios = calibrate_decay(model, scorer, documents[: settings.calibrate_on], settings.decays, progress)
+        ratios = calibrate_decay(model, scorer, documents[:cut][: settings.calibrate_on], settings.decays, progress)
         metrics["calibration"] = {str(decay): ratio for decay, ratio in ratios.items()}
     scorer.save_pretrained(
         out,
         base_model=base_model or model.config.name_or_path,
         base_fingerprint=scorers.model_fingerprint(model),
-        data_fingerprint=data_fingerprint(documents),
+        data_fingerprint=fingerprint,
         metrics=metrics,
         recipe=jsonable(asdict(settings)),
         seed=seed,
@@ -181,6 +183,13 @@ def train(
         command=command,
     )
     return scorer
+
+
+def mixed(documents: Sequence[tuple[object, Tensor]]) -> list[tuple[object, Tensor]]:
+    """The documents in an order that depends on their number alone, so that held-out and calibration documents are of
+    every kind, and the same ones whatever the seed of the training."""
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0))
+    return [documents[index] for index in order.tolist()]
 
 
 def data_fingerprint(documents: Sequence[tuple[object, Tensor]]) -> str:
