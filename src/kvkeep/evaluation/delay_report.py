@@ -25,10 +25,10 @@ def report(result: Mapping[str, Any], command: str) -> str:
         "",
         f"Printed by `{command}`.",
         "",
-        f"**Task** (`kvkeep/evaluation/hints.py`). {task.length} tokens: {task.blocks} blocks of {task.colours} items "
-        f"and {task.colours} hints, filler, questions. A hint comes at most {task.window - 1} tokens after its item "
-        f"and says whether that will be asked for at the end, as {task.questions} of {task.keys} are. Nothing tells "
-        f"earlier. Guessing is right once in {task.values}.",
+        f"**Task** (`kvkeep/evaluation/hints.py`). {task.length} tokens: {task.blocks} blocks of {task.block} items in "
+        f"{task.colours} colours and one hint, then filler, then questions. The hint names a colour, at most "
+        f"{task.block} tokens after an item; the items of its block that have it will be asked for at the end, "
+        f"{task.questions} of {task.keys}. Nothing tells earlier. Guessing is right once in {task.values}.",
         "",
         f"**Model.** A Llama of {sizes['layers']} layers, {sizes['heads']} query and {sizes['kv_heads']} KV heads of "
         f"{sizes['head_dim']}, trained from scratch for {sizes['steps']} steps to answer for every item, kept or not, "
@@ -40,7 +40,7 @@ def report(result: Mapping[str, Any], command: str) -> str:
         f"{', '.join(f'{name} {entries}' for name, entries in result['memory'].items())} tokens.",
         "",
         f"**Scorers.** {settings['steps']} steps of {settings['batch']} episodes out of {settings['train']}, "
-        f"{settings['seeds']} seeds each.",
+        f"{settings['seeds']} seeds each; learning rate {settings['lr']} for `best`, the preset's own for `published`.",
         "",
         "95 % bootstrap intervals over held-out episodes and seeds. *held*: share of asked items still in the cache "
         "when asked for, per layer, in the head that holds most. *loss ratio*: predictions past the budget, to the "

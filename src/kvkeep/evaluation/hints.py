@@ -4,14 +4,12 @@ An episode is a row of tokens of a small vocabulary, all of the same length::
 
     <start>  block  block ... block  filler x gap  ask answer ask answer ...
 
-A block is ``colours`` items, one of every colour, then ``colours`` hints, one of every colour, both in random order.
-An item is one token that binds a key, unique in the episode, to a value; a value has a colour. A hint is "keep c" or
-"drop c" and speaks of the item of colour c in its own block. Kept items are asked for, each once, at the very end;
-dropped ones never are. So
+A block is ``copies`` items of each of ``colours`` colours, in random order, and one hint. An item is one token that
+binds a key, unique in the episode, to a value; a value has a colour. A hint names a colour: the items of its own block
+that have it will be asked for, each once, at the very end; all others never are. So
 
-* at the item nothing in the past tells whether it will be needed: the kept places are drawn independently of all else,
-  the same number in every block;
-* at most ``2 * colours - 1`` tokens later, within a window of ``2 * colours``, a hint has told;
+* at the item nothing in the past tells whether it will be needed: hints are drawn independently of all else;
+* at most ``colours * copies`` tokens later, within the window, the hint has told;
 * the hint names neither key nor value, and a question names neither value nor colour: whoever lost the item cannot
   answer better than by guessing.
 
@@ -27,7 +25,7 @@ import numpy as np
 
 
 class Token(NamedTuple):
-    """What a token means: ``what`` is start, filler, item, keep, drop, ask or answer.
+    """What a token means: ``what`` is start, filler, item, hint, ask or answer.
 
     Attributes:
         what: the kind.
@@ -48,43 +46,46 @@ class Hints:
 
     Args:
         blocks: in an episode.
-        colours: items of a block.
+        colours: of items; a hint names one.
+        copies: items of a colour in a block.
         shades: values of a colour.
-        kept: items of a block that will be asked for.
         gap: filler tokens between the last block and the first question.
         fillers: kinds of filler token.
 
     Raises:
-        ValueError: for a size below 1, or more kept items than there are in a block.
+        ValueError: for a size below 1.
 
     Example:
-        >>> task = Hints(blocks=1, colours=2, shades=1, kept=1, gap=1, fillers=1)
+        >>> task = Hints(blocks=1, colours=2, copies=1, shades=1, gap=1, fillers=1)
         >>> [task.describe(token).what for token in task.episodes(1, seed=0)[0]]
-        ['start', 'item', 'item', 'keep', 'drop', 'filler', 'ask', 'answer']
+        ['start', 'item', 'item', 'hint', 'filler', 'ask', 'answer']
     """
 
-    blocks: int = 6
-    colours: int = 8
-    shades: int = 2
-    kept: int = 2
-    gap: int = 16
+    blocks: int = 4
+    colours: int = 4
+    copies: int = 2
+    shades: int = 4
+    gap: int = 9
     fillers: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "colours", "shades", "kept", "gap", "fillers"):
+        for name in ("blocks", "colours", "copies", "shades", "gap", "fillers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.kept > self.colours:
-            raise ValueError(f"a block of {self.colours} items cannot keep {self.kept}")
+
+    @property
+    def block(self) -> int:
+        """Items of a block."""
+        return self.colours * self.copies
 
     @property
     def window(self) -> int:
-        """The least window that has seen an item's own hint, and no later one of its colour, when the item leaves."""
-        return 2 * self.colours
+        """The window with which an item leaves when its own hint is the last that came."""
+        return self.block + 1
 
     @property
     def keys(self) -> int:
-        return self.blocks * self.colours
+        return self.blocks * self.block
 
     @property
     def values(self) -> int:
@@ -93,7 +94,7 @@ class Hints:
     @property
     def questions(self) -> int:
         """Of an episode."""
-        return self.blocks * self.kept
+        return self.blocks * self.copies
 
     @property
     def length(self) -> int:
@@ -107,37 +108,52 @@ class Hints:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens there are: start, fillers, items, keep, drop, ask, answer, in this order."""
+        """Tokens there are: start, fillers, items, hints, ask, answer, in this order."""
         return self._first("answer") + self.values
 
-    def episodes(self, count: int, seed: int) -> np.ndarray:
+    def episodes(self, count: int, seed: int, blocks: int | None = None, ask_all: bool = False) -> np.ndarray:
         """Draw episodes.
 
         Args:
             count: how many.
             seed: equal seeds draw equal episodes.
+            blocks: shorter episodes, to learn from; None = all.
+            ask_all: ask for every item, hinted at or not, to learn from.
 
         Returns:
             int64 ``[count, length]``.
         """
         rng = np.random.default_rng(seed)
-        shape = (count, self.blocks, self.colours)
-        places = np.broadcast_to(np.arange(self.colours), shape)
-        key = rng.permuted(np.broadcast_to(np.arange(self.keys), (count, self.keys)), axis=-1).reshape(shape)
-        colour = rng.permuted(places, axis=-1)
+        shape = (count, blocks or self.blocks, self.block)
+        items = shape[1] * shape[2]
+        key = rng.permuted(np.broadcast_to(np.arange(self.keys), (count, self.keys)), axis=-1)
+        key = key[:, :items].reshape(shape)
+        colour = rng.permuted(np.broadcast_to(np.arange(self.block) % self.colours, shape), axis=-1)
         value = colour * self.shades + rng.integers(self.shades, size=shape)
-        kept = rng.permuted(places, axis=-1) < self.kept
-        items = self._first("item") + key * self.values + value
-        hints = np.where(kept, self._first("keep"), self._first("drop")) + colour
-        hints = rng.permuted(hints, axis=-1)
-        blocks = np.concatenate([items, hints], -1).reshape(count, -1)
-        needed = rng.permuted(np.broadcast_to(np.arange(self.questions), (count, self.questions)), axis=-1)
-        key, value = (
-            np.take_along_axis(each[kept].reshape(count, self.questions), needed, -1) for each in (key, value)
-        )
-        talk = np.stack([self._first("ask") + key, self._first("answer") + value], -1).reshape(count, -1)
+        hint = rng.integers(self.colours, size=(*shape[:2], 1))
+        kept = colour == hint
+        told = np.concatenate([self._first("item") + key * self.values + value, self._first("hint") + hint], -1)
+        asked = np.ones_like(kept) if ask_all else kept
+        pairs = np.stack([self._first("ask") + key, self._first("answer") + value], -1)[asked].reshape(count, -1, 2)
+        order = rng.permuted(np.broadcast_to(np.arange(pairs.shape[1]), pairs.shape[:2]), axis=-1)
+        talk = np.take_along_axis(pairs, order[..., None], 1)
         filler = self._first("filler") + rng.integers(self.fillers, size=(count, self.gap))
-        return np.concatenate([np.zeros((count, 1), np.int64), blocks, filler, talk], -1)
+        parts = [np.zeros((count, 1), np.int64), told.reshape(count, -1), filler, talk.reshape(count, -1)]
+        return np.concatenate(parts, -1)
+
+    def items_asked(self, episodes: np.ndarray) -> np.ndarray:
+        """Where the items lie that are asked for, in the order of the questions.
+
+        Args:
+            episodes: ``[n, length]``, whole ones.
+
+        Returns:
+            int64 ``[n, questions]``.
+        """
+        key = (episodes - self._first("item")) // self.values  # of what is an item
+        is_item = (episodes >= self._first("item")) & (episodes < self._first("hint"))
+        asked = episodes[:, list(self.asked_at)] - self._first("ask")
+        return ((key[:, None] == asked[..., None]) & is_item[:, None]).argmax(-1)
 
     def describe(self, token: int) -> Token:
         """What a token means.
@@ -152,7 +168,7 @@ class Hints:
         if what == "item":
             key, value = divmod(rest, self.values)
             return Token(what, key, value, value // self.shades)
-        if what in ("keep", "drop"):
+        if what == "hint":
             return Token(what, colour=rest)
         if what == "ask":
             return Token(what, key=rest)
@@ -164,8 +180,7 @@ class Hints:
             "start": 1,
             "filler": self.fillers,
             "item": self.keys * self.values,
-            "keep": self.colours,
-            "drop": self.colours,
+            "hint": self.colours,
             "ask": self.keys,
             "answer": self.values,
         }
