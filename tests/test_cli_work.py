@@ -27,7 +27,7 @@ def test_train_makes_a_scorer_that_evaluate_and_generate_take(run, folder, texts
     assert f"{method} scorer for budgets 44, 60, from 3 documents" in said
     scorer = kvkeep.load_scorer(out)
     assert [budget.slots + scorer.state_entries for budget in scorer.budgets] == [44, 60]
-    assert scorer.metadata["command"].startswith("kvkeep ")
+    assert scorer.metadata["command"].startswith(f"kvkeep train {method} --model {folder}")
     result = tmp_path / "out.json"
     options = ("--model", folder, "--budgets", "44", "--length", "100", "--json", result, "--data", *texts)
     code, said, _ = run("evaluate", "--policies", f"streaming,{method}", "--scorer", f"{method}={out}", *options)

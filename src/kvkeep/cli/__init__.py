@@ -6,6 +6,7 @@ A user's mistake is one line on standard error and exit code 2; `KVKEEP_DEBUG=1`
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import Annotated, NoReturn
 
@@ -42,8 +43,10 @@ def root(
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 0 well, 1 a fault of ours, 2 a user's mistake, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["kvkeep", *arguments])  # the context's object: what checkpoints record as their command
     try:
-        code = app(arguments, prog_name="kvkeep", standalone_mode=False)
+        code = app(arguments, prog_name="kvkeep", standalone_mode=False, obj=command)
     except KeyboardInterrupt:
         code = 130
     except Exception as error:  # the last stop before the user

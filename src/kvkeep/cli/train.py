@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +25,7 @@ ShardsFlag = Annotated[
 
 
 def run(
+    context: typer.Context,
     method: MethodArgument,
     out: OutFlag,
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More files for --data.")] = None,
@@ -87,7 +86,7 @@ def run(
         "seed": seed,
         "resume": resume,
         "base_model": model,
-        "command": shlex.join(["kvkeep", *sys.argv[1:]]),
+        "command": context.obj,
         "shards": shards,
     }
     if tuning is not None:
