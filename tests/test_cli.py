@@ -11,7 +11,8 @@ from transformers import MambaConfig, MambaForCausalLM
 import kvkeep
 from kvkeep.cli import chat, common, main
 from kvkeep.cli.evaluate import in_turn
-from kvkeep.cli.session import Session, cache_keyword
+from kvkeep.cli.session import Session
+from kvkeep.runtime.cache import cache_keyword
 from tiny import HANDED
 
 # What the oldest supported transformers can do: an entry policy, and a long prompt at once.

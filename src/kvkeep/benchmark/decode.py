@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from kvkeep import policies as registry
-from kvkeep.runtime.cache import EvictingCache, EvictingLayer
+from kvkeep.runtime.cache import EvictingCache, EvictingLayer, cache_keyword
 from kvkeep.runtime.geometry import text_config
 
 FULL = ("full", "full_preallocated")  # transformers' DynamicCache with its concatenation, and the same without
@@ -129,7 +129,7 @@ def step(model: PreTrainedModel, row: Row, turn: int) -> float:
     positions = torch.full((row.batch, 1), row.context + turn, device=model.device)
     _synchronise(model.device)
     start = time.perf_counter()
-    model(ids, past_key_values=row.cache, position_ids=positions, use_cache=True)
+    model(ids, position_ids=positions, use_cache=True, **{cache_keyword(model): row.cache})
     _synchronise(model.device)
     return 1000 * (time.perf_counter() - start)
 

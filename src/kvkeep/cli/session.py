@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from transformers import TextStreamer
 import kvkeep
 from kvkeep.evaluation.evaluate import kv_bytes
 from kvkeep.policies.base import Policy
+from kvkeep.runtime.cache import cache_keyword
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,6 @@ class Session:
             full_bytes=kv_bytes(self.model.config, seen, seen, self.model.dtype.itemsize),
             evicted=float(self.cache.evicted),
         )
-
-
-def cache_keyword(model: Any) -> str:
-    """What `generate` calls the cache: `cache` in newer transformers, `past_key_values` in older ones."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class _Streamer(TextStreamer):

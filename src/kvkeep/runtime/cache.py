@@ -7,6 +7,7 @@ slot; ``slots.py`` writes it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -323,6 +324,11 @@ class EvictingLayer(CacheLayerMixin):
     def positions(self) -> Tensor | None:
         """int32 ``[B, H, slots]``: the true position of the token in every slot, -1 where empty."""
         return None if self.residency is None else self.residency.slots.positions
+
+
+def cache_keyword(model) -> str:
+    """What the model's forward and ``generate`` call the cache: "cache", in older transformers "past_key_values"."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def transformers_version() -> Version:
