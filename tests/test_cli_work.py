@@ -50,6 +50,9 @@ def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
     assert "give --resume" in err
     assert train(run, folder, texts, out, "--resume")[0] == 0
     assert kvkeep.load_scorer(out).fingerprint() == before
+    size = (out / "scorer.safetensors").stat().st_size
+    assert train(run, folder, texts, out, "--resume", "--half")[0] == 0
+    assert (out / "scorer.safetensors").stat().st_size < 0.7 * size
     code, _, err = train(run, folder, texts, out, "--resume", "--seed", "1")
     assert code == 2
     assert "cannot be resumed" in err

@@ -52,6 +52,7 @@ def run(
     compute: tune.ComputeFlag = "own",
     train_scorer: tune.AlongFlag = False,
     shards: ShardsFlag = None,
+    half: Annotated[bool, typer.Option("--half", help="Store a scorer's matrices in float16.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     dtype: common.DtypeFlag = None,
     device: common.DeviceFlag = None,
@@ -93,7 +94,7 @@ def run(
         tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, settings, **options)
         return
     with common.progress_bar() as progress:
-        made = kvpop.train(method, language_model, packed, bounds, out, settings, progress=progress, **options)
+        made = kvpop.train(method, language_model, packed, bounds, out, settings, half=half, progress=progress, **options)
     report(made, len(packed), out)
 
 

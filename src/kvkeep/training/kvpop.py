@@ -114,6 +114,7 @@ def train(
     base_model: str | None = None,
     command: str | None = None,
     shards: str | Path | None = None,
+    half: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> scorers.Scorer:
     """Train a scorer and save it in ``out``.
@@ -129,6 +130,7 @@ def train(
         resume: go on where an earlier run in ``out`` was stopped; without it an unfinished run is refused.
         base_model: recorded as the model's name; None takes the config's.
         command: recorded in the model card.
+        half: store weight matrices in float16, half the size.
         shards: where harvested documents live; several runs may share them. None = ``out/run/shards``.
         progress: called with (stage, done, total).
 
@@ -171,6 +173,7 @@ def train(
         metrics["calibration"] = {str(decay): ratio for decay, ratio in ratios.items()}
     scorer.save_pretrained(
         out,
+        half=half,
         base_model=base_model or model.config.name_or_path,
         base_fingerprint=scorers.model_fingerprint(model),
         data_fingerprint=fingerprint,
