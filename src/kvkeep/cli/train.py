@@ -94,7 +94,9 @@ def run(
         tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, settings, **options)
         return
     with common.progress_bar() as progress:
-        made = kvpop.train(method, language_model, packed, bounds, out, settings, half=half, progress=progress, **options)
+        made = kvpop.train(
+            method, language_model, packed, bounds, out, settings, half=half, progress=progress, **options
+        )
     report(made, len(packed), out)
 
 
