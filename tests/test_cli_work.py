@@ -72,6 +72,7 @@ def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
         (("benchmark", "--lengths", "100"), "does not fill a budget of 512"),
         (("benchmark", "--budget", "30", "--policies", "streaming"), "must be above"),
         (("benchmark", "--json", "nowhere/out.json"), "no folder"),
+        (("evaluate", "--json", "/proc/out.json"), "/proc cannot be written to"),
     ],
 )
 def test_mistakes_are_found_before_a_model_is_loaded(run, no_model, tmp_path, monkeypatch, arguments, words):

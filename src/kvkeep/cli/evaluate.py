@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -187,5 +187,7 @@ def check_output(out: Path | None) -> None:
         raise ValueError(f"--json {out} is a folder; it should be a file")
     if not folder.is_dir():
         raise ValueError(f"--json {out}: there is no folder {folder}")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--json {out}: the folder {folder} cannot be written to")
+    try:  # asking for permission is not enough: /proc grants it
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--json {out}: the folder {folder} cannot be written to") from error
