@@ -26,7 +26,7 @@ class H2O(AttentionPolicy):
 
 
 class DecayedH2O(H2O):
-    """H2O with a decay: cumulative attention that fades, the strongest simple rule in our trials.
+    """H2O with a decay: cumulative attention that fades, so that what mattered once may go.
 
     ``received <- decay * received + attention of this interval's queries`` (ForesightKV, arXiv 2602.03203, the decayed
     feature of section 3): the decay is per eviction interval, not per token. It is applied at queries ``rest``,

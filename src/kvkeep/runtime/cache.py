@@ -51,6 +51,7 @@ class EvictingCache(Cache):
     Raises:
         ValueError: for an oracle, an unknown ``prefill``, a model without full-attention layers, or an attention
             policy without the attention function or transformers version it needs.
+        TypeError: for anything but a config and a policy.
 
     Example:
         >>> policy = kvkeep.policies.create("h2o_decayed", 256)

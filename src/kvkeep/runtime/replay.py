@@ -79,6 +79,7 @@ def replay(
     Raises:
         ValueError: for a model without full-attention layers, one that does not hand keywords down to its attention,
             padding other than on the left, a sequence of one token, or values that are not finite.
+        TypeError: for anything but a transformers model, a tensor of ids and a policy.
     """
     hidden, lifetimes = hidden_states(model, input_ids, policy, attention_mask, gradients, observe)
     with torch.set_grad_enabled(gradients):
@@ -107,7 +108,7 @@ def hidden_states(
         The decoder's last hidden states ``[B, S, hidden]``, and ``evicted_at`` per layer as in :class:`Replay`.
 
     Raises:
-        ValueError: as :func:`replay`.
+        ValueError, TypeError: as :func:`replay`.
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(policy, Policy) or not isinstance(input_ids, Tensor):
         raise TypeError(

@@ -6,8 +6,8 @@ Four stages, each resumable: read the documents once (:mod:`~kvkeep.training.har
 Presets
     ``published``  the paper's scorer recipe: boundary loss against the k-th best, margin and class balance, decay
                    learned by gradient per head from 0.99, AdamW from 1e-3; what it leaves open is as the fields say.
-    ``best``       what worked best in trials: regression on the standardised log target, standardised inputs, then a
-                   decay calibrated by loss.
+    ``best``       the default: regression on the standardised log target, standardised inputs, then a decay calibrated
+                   by loss.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 

@@ -231,7 +231,7 @@ def regression(
 ) -> Tensor:
     """Smooth L1 of the score against the target in standard deviations of its head, over tokens that ever compete.
 
-    Not in the paper; in trials on a frozen backbone at least as good as the boundary loss. The score it teaches has
+    Not in the paper: the plain alternative to the boundary loss on a frozen backbone. The score it teaches has
     mean 0 and standard deviation 1 per head, the unit in which a decay is calibrated.
 
     Args:
