@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.evaluation import documents, generator
+from kvkeep.evaluation import documents, generator, wordings
 from kvkeep.evaluation.documents import Document, DocumentError
 
 
@@ -60,6 +60,30 @@ def test_splits_share_nothing():
 
 def _names(kind, split):
     return [document.name for document in documents.bundled(kinds=(kind,), split=split)]
+
+
+def test_training_does_not_know_the_wording_measured_on():
+    held_out = wordings.ALL[generator.HELD_OUT]
+    words = {*held_out.table.keys[0], *held_out.table.keys[1], *held_out.trace.names}
+    for document in documents.bundled(("procedural",), "train"):
+        task, wording, _ = document.name.split("-")
+        assert task in generator.KINDS
+        assert wording in set(generator.WORDINGS) - {generator.HELD_OUT}
+        assert not words & set(re.findall(r"\w+", document.text))
+    for split in ("eval", "demo"):
+        assert {name.split("-")[1] for name in _names("procedural", split)} == {generator.HELD_OUT}
+
+
+def test_a_few_training_documents_already_vary():
+    forms = [name.rpartition("-")[0] for name in _names("procedural", "train")]
+    every = {f"{task}-{wording}" for task in generator.KINDS for wording in documents.TRAIN_WORDINGS}
+    assert len(forms) == documents.PROCEDURAL_COUNT["train"] == 48
+    assert all(set(forms[first : first + 18]) == every for first in range(48 - 18))
+    assert len({form.split("-")[1] for form in forms[:6]}) == 6
+    assert Counter(form.split("-")[0] for form in forms) == dict.fromkeys(generator.KINDS, 16)
+    long = [documents._train_form(i)[1] for i in range(54)]
+    assert all(sum(long[first : first + 3]) == 1 for first in range(0, 54, 3))
+    assert {form for form, is_long in zip(forms, long, strict=False) if is_long} >= every - {"table-d", "arithmetic-c"}
 
 
 def test_no_sentence_of_training_is_measured_on():

@@ -26,8 +26,9 @@ DATA = Path(__file__).with_name("data")
 LONG, SHORT = 2300, 1200  # tokens of the two sizes of bundled documents: enough for --length 2048 and 1024
 CODE_CHARACTERS = 30_000  # of a source file, the beginning: far above LONG tokens
 CODE_LEAST_CHARACTERS = 11_000
-PROCEDURAL_COUNT = {"eval": 15, "train": 24, "demo": 3}
-CODE_COUNT = {"eval": 14, "train": 24, "demo": 2}
+PROCEDURAL_COUNT = {"eval": 15, "train": 48, "demo": 3}
+CODE_COUNT = {"eval": 14, "train": 40, "demo": 2}
+TRAIN_WORDINGS = tuple(wording for wording in generator.WORDINGS if wording != generator.HELD_OUT)
 
 # Files of the standard library in order of preference; whatever a Python lacks is replaced by the spares at the end.
 CODE_FILES = {
@@ -41,6 +42,9 @@ CODE_FILES = {
         urllib/request.py http/client.py http/server.py json/decoder.py email/generator.py asyncio/locks.py
         asyncio/tasks.py multiprocessing/pool.py concurrent/futures/_base.py collections/__init__.py functools.py
         contextlib.py dataclasses.py xml/etree/ElementTree.py optparse.py inspect.py enum.py ast.py socket.py
+        traceback.py ftplib.py plistlib.py codecs.py uuid.py doctest.py asyncio/base_events.py platform.py
+        xmlrpc/client.py bdb.py zipimport.py pstats.py unittest/mock.py socketserver.py ntpath.py trace.py
+        multiprocessing/managers.py imaplib.py
     """,
     "demo": "calendar.py shlex.py weakref.py",
 }
@@ -185,8 +189,9 @@ def bundled(kinds: Sequence[str] = KINDS, split: str = "eval", seed: int = 0) ->
 
     Args:
         kinds: which of `KINDS`, in the order wanted.
-        split: ``"eval"`` (14 or 15 a kind, all of about 2,300 tokens or more), ``"train"`` (22 or 24 a kind, a third of
-            them long, the others of 1,200) or ``"demo"`` (2 or 3 a kind, of 1,200).
+        split: ``"eval"`` (14 or 15 a kind, all of about 2,300 tokens or more), ``"train"`` (22 or 24 of what is stored,
+            48 procedural, 40 of code; a third of them long, the others of 1,200) or ``"demo"`` (2 or 3 a kind, of
+            1,200).
         seed: of the procedural documents; the others do not depend on it.
 
     Returns:
@@ -210,13 +215,24 @@ def _stored(kind: str, split: str) -> Iterator[Document]:
 
 
 def _procedural(split: str, seed: int) -> Iterator[Document]:
-    wording = "b" if split == "train" else "a"
     for i in range(PROCEDURAL_COUNT[split]):
         task = generator.KINDS[i % len(generator.KINDS)]
-        long = split == "eval" or (split == "train" and (i // len(generator.KINDS)) % 3 == 0)
+        wording, third = _train_form(i) if split == "train" else (generator.HELD_OUT, False)
+        long = split == "eval" or third
         number = (seed * len(SPLITS) + SPLITS.index(split)) * 1000 + i  # no two splits or seeds share a number
         text = generator.generate(task, number, LONG if long else SHORT, wording)
         yield Document(f"{task}-{wording}-{number}", "procedural", text=text)
+
+
+def _train_form(i: int) -> tuple[str, bool]:
+    """Wording of a training document, and whether it is one of the third that are long.
+
+    Tasks and wordings turn at different paces: any 18 documents in a row have every task in every wording, 54 have each
+    of these long once.
+    """
+    tasks, wordings = len(generator.KINDS), len(TRAIN_WORDINGS)
+    turn, place = divmod(i, tasks * wordings)
+    return TRAIN_WORDINGS[(place + place // wordings) % wordings], (place + place // tasks + turn) % 3 == 0
 
 
 def _code(split: str, library: Path | None = None) -> Iterator[Document]:
