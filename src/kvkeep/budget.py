@@ -67,6 +67,19 @@ class Budget:
         """Tokens held at most, the hard bound: what a user's `--budget` counts."""
         return self.rest + self.interval
 
+    @property
+    def as_entry(self) -> "Budget":
+        """The budget of an entry policy that would choose from the same tokens, and keep as many of them.
+
+        An attention policy drops before its query enters: its newest `window` tokens do not include the current one,
+        which the window of an entry policy does.
+
+        Example:
+            >>> Budget(sinks=0, window=32, topk=64, interval=32).as_entry
+            Budget(sinks=0, window=33, topk=64, interval=0)
+        """
+        return Budget(self.sinks, self.window + 1, self.topk) if self.interval else self
+
     def eviction_queries(self, length: int) -> range:
         """The queries of a sequence of `length` tokens at whose start something is evicted.
 

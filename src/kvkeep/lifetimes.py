@@ -271,36 +271,54 @@ def lifetime_recall(
     teacher_evicted_at: Tensor, student_evicted_at: Tensor, budget: Budget, padding: Tensor | None = None
 ) -> Tensor:
     """`recall` from two lifetimes `[B, H, S]`, in O(S): token t is in both top-k sets while it is out of the window and
-    in neither evicted. Returns float `[B, H]`; raises ValueError where a row has no query at or after `rest`."""
+    in neither evicted.
+
+    The budget may have an interval: the queries that count are then those at which the student evicts, with what it
+    holds after that, and the teacher's lifetimes are those of `budget.as_entry`.
+
+    Returns:
+        float `[B, H]`.
+
+    Raises:
+        ValueError: where a row has no query at which something is evicted.
+    """
     batch, _, length = teacher_evicted_at.shape
     device = teacher_evicted_at.device
     pads = torch.zeros(batch, dtype=torch.long, device=device) if padding is None else padding
     pads = check_padding(pads, batch, length, device)[:, None, None]  # [B, 1, 1]
-    queries = length - pads - budget.rest  # that make a decision
-    if batch and int(queries.min()) <= 0:
+    step = max(budget.interval, 1)
+
+    def evictions(before: Tensor) -> Tensor:
+        """How many of the row's queries below `before`, a column, evict."""
+        return ((before - pads - budget.slots + step - 1) // step).clamp(min=0)
+
+    if batch and int((length - pads).min()) <= budget.slots:
         raise ValueError(
-            f"recall needs more tokens than the {budget.rest} held at rest, got {int((length - pads).min())}"
+            f"recall needs more tokens than the {budget.slots} held at most, got {int((length - pads).min())}"
         )
     column = torch.arange(length, device=device)
-    first = torch.maximum(column + budget.window, budget.rest + pads)
-    shared = (torch.minimum(teacher_evicted_at, student_evicted_at) - first).clamp(min=0)
+    gone = torch.minimum(teacher_evicted_at, student_evicted_at)
+    shared = (evictions(gone) - evictions(column + budget.as_entry.window)).clamp(min=0)
     shared = shared.masked_fill(column < pads + budget.sinks, 0)  # sinks are held, but in no top-k
-    return shared.sum(-1) / (budget.topk * queries[..., 0])
+    return shared.sum(-1) / (budget.topk * evictions(torch.full_like(pads, length))[..., 0])
 
 
 def chance_recall(length: int, budget: Budget) -> float:
-    """`recall` of a student that keeps a random k of all tokens out of the window: mean over q >= rest of `k / |E(q)|`.
+    """`recall` of a student that keeps a random k of all tokens out of the window: the mean of `k / |E(q)|`.
+
+    Over the queries q that evict, as in `lifetime_recall`.
 
     Raises:
-        ValueError: where `length` is not above `budget.rest`.
+        ValueError: where `length` is not above `budget.slots`.
 
     Example:
         >>> round(chance_recall(6, Budget(sinks=0, window=1, topk=3)), 3)  # 3 of 4 tokens, then 3 of 5
         0.675
     """
-    if length <= budget.rest:
-        raise ValueError(f"recall needs more tokens than the {budget.rest} held at rest, got {length}")
-    shares = [budget.topk / (q - budget.window - budget.sinks + 1) for q in range(budget.rest, length)]
+    if length <= budget.slots:
+        raise ValueError(f"recall needs more tokens than the {budget.slots} held at most, got {length}")
+    entry = budget.as_entry
+    shares = [budget.topk / (q - entry.window - entry.sinks + 1) for q in budget.eviction_queries(length)]
     return sum(shares) / len(shares)
 
 
