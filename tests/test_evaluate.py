@@ -22,7 +22,8 @@ POLICIES = ("full", "streaming", "random", "h2o_decayed", "golden")
 FIELDS = [
     *("policy", "label", "scorer", "preset", "seed", "league", "kind", "budget", "slots", "rest", "interval", "length"),
     *("documents", "loss", "full_loss", "loss_ratio", "loss_ratio_ci", "low_entropy_ratio", "high_entropy_ratio"),
-    *("recall", "output_cosine", "kv_bytes", "full_kv_bytes", "realised_compression", "per_document"),
+    *("recall", "recall_chance", "recall_per_layer", "output_cosine"),
+    *("kv_bytes", "full_kv_bytes", "realised_compression", "per_document"),
 ]
 
 

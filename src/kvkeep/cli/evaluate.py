@@ -20,7 +20,7 @@ from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate, first_measured
 from kvkeep.evaluation.gaps import gap_table, gaps
 from kvkeep.evaluation.store import write_atomic
-from kvkeep.evaluation.table import table
+from kvkeep.evaluation.table import recall_table, table
 
 DataFlag = Annotated[list[Path] | None, typer.Option("--data", metavar="FILE...", help="Texts; the bundled ones else.")]
 CountFlag = Annotated[int | None, typer.Option("--documents", min=1, help="At most so many, of all kinds in turn.")]
@@ -28,11 +28,18 @@ ScorersFlag = Annotated[
     list[str] | None,
     typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy; several of a NAME are compared."),
 ]
+RecallFlag = Annotated[
+    bool, typer.Option("--recall", help="Also what is held of KVpop's teacher, per layer; one more pass a document.")
+]
 
 LEGEND = """
 loss ratio: loss under the policy over loss with the full cache, same tokens; 95 % bootstrap interval over documents.
 low, high: the ratio on the 80 % of tokens that the full model is surest of, and on the rest.
 *: the best without training or foresight.
+"""
+RECALL_LEGEND = """
+recall: share of the teacher's top-k that is held where a policy evicts; by chance: k of the tokens it chooses from.
+output cosine: attention's output over the tokens held with that over all. Monitors, not goals: losses decide.
 """
 
 
@@ -53,6 +60,7 @@ def run(
     scorer: ScorersFlag = None,
     dtype: common.DtypeFlag = None,
     device: common.DeviceFlag = None,
+    recall: RecallFlag = False,
     seed: common.SeedFlag = 0,
 ) -> None:
     """Measure what eviction costs.
@@ -82,7 +90,7 @@ def run(
     if packed.skipped:
         print(f"kvkeep: {len(packed.skipped)} documents have fewer than {length} tokens, skipped", file=sys.stderr)
     settings = {"model": model, "documents_skipped": len(packed.skipped)}
-    result = measured(language_model, chosen, contenders, tokens, length, seed, out, settings)
+    result = measured(language_model, chosen, contenders, tokens, length, seed, out, settings, recall)
     if out is not None:
         write_atomic(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
     show(result)
@@ -99,6 +107,7 @@ def measured(
     seed: int,
     out: Path | None,
     settings: dict[str, Any],
+    recall: bool = False,
 ) -> dict[str, Any]:
     """`evaluate` with a progress bar, keeping its work beside `out`."""
     work = None if out is None else out.with_name(out.name + ".work")
@@ -111,6 +120,7 @@ def measured(
                 budgets,
                 length,
                 seed=seed,
+                recall=recall,
                 resume_dir=work,
                 progress=show,
                 settings=settings,
@@ -129,6 +139,9 @@ def show(result: dict[str, Any]) -> None:
     if closed:
         console.print(gap_table(closed))
     console.print(LEGEND)
+    held = recall_table(result)
+    if held is not None:
+        console.print(held, RECALL_LEGEND)
 
 
 def in_turn(packed: Sequence[tuple[Any, Any]], count: int | None) -> list[tuple[Any, Any]]:

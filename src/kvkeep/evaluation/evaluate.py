@@ -20,8 +20,9 @@ import torch
 
 from kvkeep.evaluation import statistics
 from kvkeep.evaluation.contenders import Contender, line_up, require_distinct
+from kvkeep.evaluation.fidelity import fidelity
 from kvkeep.evaluation.store import Store, fingerprint, key, library_digest, pack_floats, unpack_floats
-from kvkeep.lifetimes import realised_compression
+from kvkeep.lifetimes import chance_recall, realised_compression
 from kvkeep.runtime.geometry import bounded_layers, stock_cache_layers, text_config
 from kvkeep.runtime.replay import replay
 
@@ -36,6 +37,8 @@ class Run:
     token_loss: np.ndarray  # [length - 1], entry p is the loss of predicting token p + 1
     entropy: np.ndarray | None  # [length - 1], of the full cache only
     realised_compression: float
+    recall: list[float | None] | None  # per layer; only if asked for, and never of the full cache
+    output_cosine: np.ndarray | None  # [length - 1], only if asked for
 
 
 def evaluate(
@@ -46,6 +49,7 @@ def evaluate(
     length: int,
     *,
     seed: int = 0,
+    recall: bool = False,
     resume_dir: str | Path | None = None,
     progress: Progress | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -60,14 +64,18 @@ def evaluate(
         budgets: tokens per KV head, see `Contender.at_rest`.
         length: tokens of every document.
         seed: of the bootstrap, and of policies named without options that draw.
-        resume_dir: where finished runs are kept and found again; None keeps nothing.
+        recall: also fill in what `fidelity` measures, for one more pass over every document: `recall` (mean over
+            layers), `recall_per_layer` (None for a layer that is not bounded), `recall_chance`, all None for the full
+            cache, which has no top-k, and `output_cosine`, over the counted tokens, 1 for the full cache.
+        resume_dir: where finished runs are kept and found again; None keeps nothing. Runs kept without recall are run
+            again once it is asked for.
         progress: called before every run and at the end.
         settings: added to the settings of the result.
 
     Returns:
         `{"rows": [...], "settings": {...}}`, the form of `kvkeep evaluate --json`. Rows over all documents come first,
-        then those of every kind. Losses are means in nats, ratios pooled over documents. Fields that are not computed
-        here are None.
+        then those of every kind. Losses are means in nats, ratios pooled over documents. What was not asked for is
+        None.
 
     Raises:
         ValueError: before anything is run, if no token lies past the largest cache or a budget cannot be split; and
@@ -77,7 +85,7 @@ def evaluate(
     starts = {tokens: first_measured(contenders, tokens, length) for tokens in dict.fromkeys(budgets)}
     if not documents:
         raise ValueError(f"no document of {length} tokens to evaluate on")
-    runner = _Runner(model, documents, length, Store(resume_dir), progress)
+    runner = _Runner(model, documents, length, Store(resume_dir), progress, recall)
     full = Contender("full")
     pairs = {("full", None): (full, None)}
     for tokens in starts:
@@ -141,9 +149,15 @@ class _Runner:
     """Replays documents under policies, skipping what is done already."""
 
     def __init__(
-        self, model: torch.nn.Module, documents: Sequence, length: int, store: Store, progress: Progress | None
+        self,
+        model: torch.nn.Module,
+        documents: Sequence,
+        length: int,
+        store: Store,
+        progress: Progress | None,
+        recall: bool,
     ):
-        self.model, self.documents, self.store = model, documents, store
+        self.model, self.documents, self.store, self.recall = model, documents, store, recall
         self.progress = progress or (lambda stage, done, total: None)
         self.version = version()
         self.fingerprint = fingerprint(model)
@@ -154,53 +168,92 @@ class _Runner:
     def run_all(self, pairs: Mapping[tuple, tuple[Contender, int | None]]) -> dict[tuple, list[Run]]:
         """Every contender over every document, document by document: a stop then leaves whole comparisons behind."""
         runs = {at: [] for at in pairs}
-        total, done = len(pairs) * len(self.documents), 0
+        total, done = (len(pairs) + self.recall) * len(self.documents), 0
         for document, ids in self.documents:
+            names, records = {}, {}
+            lifetimes = {}  # name -> (budget, evicted_at), of the records that still lack recall
             for at, (contender, tokens) in pairs.items():
                 named = contender.title if tokens is None else f"{contender.title} at {tokens}"
                 self.progress(f"{named}, {document.name}", done, total)
-                runs[at].append(self.run(contender, tokens, document, ids))
+                policy = contender.policy(tokens)
+                names[at] = name = self.name(policy, ids)
+                if name not in records:  # it may stand there under another title
+                    records[name], evicted_at = self.run(name, policy, document, ids)
+                    if evicted_at is not None:
+                        lifetimes[name] = (policy.budget, evicted_at)
                 done += 1
+            if self.recall:
+                self.progress(f"recall, {document.name}", done, total)
+                self.add_fidelity(ids, records, lifetimes)
+                done += 1
+            for at, name in names.items():
+                runs[at].append(self.finished(records[name]))
         self.progress("done", total, total)
         return runs
 
-    def run(self, contender: Contender, tokens: int | None, document: Any, ids: torch.Tensor) -> Run:
-        policy = contender.policy(tokens)
-        name = key(
+    def name(self, policy: Any, ids: torch.Tensor) -> str:
+        """What the record of a policy over a document is called."""
+        return key(
             policy=repr(policy),
             model=self.fingerprint,
             ids=hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest(),
             version=self.version,
             library=library_digest(),
         )
+
+    def run(self, name: str, policy: Any, document: Any, ids: torch.Tensor) -> tuple[dict, list | None]:
+        """The record, found or made, and the policy's lifetimes where recall is still to be added to it."""
         record = self.store.get(name)
-        if record is None:
-            record = self._replayed(contender, policy, document, ids)
-            self.store.put(name, record)
-        entropy = record["entropy"]
+        lacking = self.recall and policy.kind != "full" and (record is None or "recall" not in record)
+        if record is not None and not lacking:
+            return record, None
+        record, evicted_at = self._replayed(policy, document, ids)
+        self.store.put(name, record)
+        return record, evicted_at if lacking else None
+
+    def add_fidelity(self, ids: torch.Tensor, records: dict[str, dict], lifetimes: dict[str, tuple]) -> None:
+        """Adds recall to the records of one document that lack it, in one pass with the full cache."""
+        if not lifetimes:
+            return
+        for name, found in fidelity(self.model, self._batch(ids), lifetimes).items():
+            records[name] |= {"recall": found.recall, "output_cosine": pack_floats(found.output_cosine[:-1])}
+            self.store.put(name, records[name])
+
+    def finished(self, record: dict[str, Any]) -> Run:
+        """A record as it is read; without recall if that is not asked for, kept or not."""
+        token_loss, full = unpack_floats(record["token_loss"]), record["entropy"] is not None
+        cosine = None
+        if self.recall:
+            cosine = np.ones_like(token_loss) if full else unpack_floats(record["output_cosine"])
         return Run(
-            unpack_floats(record["token_loss"]),
-            None if entropy is None else unpack_floats(entropy),
+            token_loss,
+            unpack_floats(record["entropy"]) if full else None,
             record["realised_compression"],
+            record["recall"] if self.recall and not full else None,
+            cosine,
         )
 
-    def _replayed(self, contender: Contender, policy: Any, document: Any, ids: torch.Tensor) -> dict[str, Any]:
-        ids = ids.reshape(1, -1).to(next(self.model.parameters()).device)
+    def _batch(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.reshape(1, -1).to(next(self.model.parameters()).device)
+
+    def _replayed(
+        self, policy: Any, document: Any, ids: torch.Tensor
+    ) -> tuple[dict[str, Any], list[torch.Tensor | None]]:
+        """The record of a run and its lifetimes."""
         with torch.no_grad():
-            out = replay(self.model, ids, policy)
+            out = replay(self.model, self._batch(ids), policy)
         if not torch.isfinite(out.token_loss).all():
             first = int((~torch.isfinite(out.token_loss[0])).nonzero()[0, 0])
-            raise ValueError(
-                f"the loss of {document.name!r} under {contender.name!r} is not finite from query {first} on"
-            )
+            raise ValueError(f"the loss of {document.name!r} under {policy.name!r} is not finite from query {first} on")
         saved = [realised_compression(layer).float().mean() for layer in out.evicted_at if layer is not None]
-        return {
+        record = {
             "policy": repr(policy),
             "document": document.name,
             "token_loss": pack_floats(out.token_loss[0]),
             "entropy": pack_floats(out.entropy[0]) if policy.kind == "full" else None,
             "realised_compression": float(torch.stack(saved).mean()) if saved else 0.0,
         }
+        return record, out.evicted_at
 
 
 def _contenders(policies: Sequence[str | Contender], seed: int) -> list[Contender]:
@@ -227,6 +280,7 @@ def _measure(
         "low_entropy_ratio": _share_ratio(loss, reference, low),
         "high_entropy_ratio": _share_ratio(loss, reference, [~part for part in low]),
         "realised_compression": float(np.mean([runs[i].realised_compression for i in chosen])),
+        **_fidelity([runs[i] for i in chosen], start),
         "per_document": [
             {
                 "document": documents[i][0].name,
@@ -237,6 +291,18 @@ def _measure(
             for i, part, whole in zip(chosen, loss, reference, strict=True)
         ],
     }
+
+
+def _fidelity(runs: list[Run], start: int) -> dict[str, Any]:
+    """Means over documents, which all have as many tokens; None for what was not measured."""
+    cosine, per_layer = None, None
+    if runs[0].output_cosine is not None:
+        cosine = float(np.mean([run.output_cosine[start:] for run in runs]))
+    if runs[0].recall is not None:
+        by_layer = zip(*(run.recall for run in runs), strict=True)
+        per_layer = [None if layer[0] is None else float(np.mean(layer)) for layer in by_layer]
+    recall = None if per_layer is None else float(np.mean([layer for layer in per_layer if layer is not None]))
+    return {"recall": recall, "recall_per_layer": per_layer, "output_cosine": cosine}
 
 
 def _share_ratio(loss: list[np.ndarray], reference: list[np.ndarray], share: list[np.ndarray]) -> float | None:
@@ -270,8 +336,10 @@ def _row(
         "loss_ratio_ci": measured["loss_ratio_ci"],
         "low_entropy_ratio": measured["low_entropy_ratio"],
         "high_entropy_ratio": measured["high_entropy_ratio"],
-        "recall": None,
-        "output_cosine": None,
+        "recall": measured["recall"],
+        "recall_chance": None if measured["recall"] is None else chance_recall(length, budget),
+        "recall_per_layer": measured["recall_per_layer"],
+        "output_cosine": measured["output_cosine"],
         "kv_bytes": full if budget is None else kv_bytes(model.config, budget.slots, length, model.dtype.itemsize),
         "full_kv_bytes": full,
         "realised_compression": measured["realised_compression"],

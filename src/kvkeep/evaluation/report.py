@@ -11,9 +11,13 @@ from typing import Any
 from kvkeep.evaluation.gaps import gaps
 from kvkeep.evaluation.table import best_rule, role
 
+RECALL_LINES = {"recall": "recall", "by chance": "recall_chance", "output cosine": "output_cosine"}
+
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Tables of loss ratios with intervals, by kind, and of gaps closed; every number is from ``result``.
+    """Tables of loss ratios with intervals, by kind, of recall, and of gaps closed, where there are any.
+
+    Every number is from ``result``.
 
     Args:
         result: what ``evaluate`` returns, or its JSON read back.
@@ -32,6 +36,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += _ratios([row for row in everything if row["budget"] == budget])
         lines += ["", f"By kind of document, at {budget}:", ""]
         lines += _kinds([row for row in rows if row["budget"] == budget])
+        lines += _recalls([row for row in everything if row["budget"] == budget])
     records = gaps(rows)
     if records:
         lines += ["", "### Gap closed between the best rule and an oracle", ""]
@@ -59,6 +64,23 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     head = [f"{kind} ({next(row for row in rows if row['kind'] == kind)['documents']})" for kind in kinds]
     lines = [[label, *(f"{cells[label, kind]['loss_ratio']:.3f}" for kind in kinds)] for label in labels]
     return _grid(["policy", *head], lines)
+
+
+def _recalls(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Policies across and layers down: every learned policy stands beside StreamingLLM. Nothing if not measured."""
+    rows = [row for row in rows if row.get("recall") is not None]
+    if not rows:
+        return []
+    lines = [[name, *(f"{row[key]:.3f}" for row in rows)] for name, key in RECALL_LINES.items()]
+    for layer, found in enumerate(zip(*(row["recall_per_layer"] for row in rows), strict=True)):
+        if found[0] is not None:  # a layer that is not bounded
+            lines.append([f"layer {layer}", *(f"{recall:.3f}" for recall in found)])
+    said = (
+        f"What is held of the top-k of KVpop's teacher, at {rows[0]['budget']}, where a policy evicts (by chance: k of "
+        "the tokens it chooses from), and the cosine of attention's output with that of the full cache. Monitors, not "
+        "goals:"
+    )
+    return ["", said, "", *_grid(["", *(row["label"] for row in rows)], lines)]
 
 
 def _gaps(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -43,6 +43,20 @@ def by_kind(result: Mapping[str, Any], budget: int) -> Table:
     return found
 
 
+def recall_table(result: Mapping[str, Any]) -> Table | None:
+    """What every policy holds of the teacher's top-k, over all documents; None if it was not measured."""
+    rows = [row for row in result["rows"] if row["kind"] == "all" and row.get("recall") is not None]
+    if not rows:
+        return None
+    found = empty_table("recall of KVpop's teacher, cosine of attention's outputs")
+    for column in ("budget", "recall", "by chance", "output cosine"):
+        found.add_column(column, no_wrap=True)
+    for row in rows:
+        numbers = [f"{row[name]:.3f}" for name in ("recall", "recall_chance", "output_cosine")]
+        _add(found, row, [str(row["budget"]), *numbers])
+    return found
+
+
 def role(row: Mapping[str, Any]) -> str:
     """What a row stands for in a comparison: no eviction, baseline, rule, learned or oracle."""
     method = policies.describe(row["policy"]) if row["policy"] in policies.names() else None
