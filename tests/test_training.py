@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import kvkeep
 from kvkeep.attention_mass import future_attention
 from kvkeep.scorers import model_fingerprint
 from kvkeep.sparse_attention import live_attention, live_lse
-from kvkeep.training import kvpop
+from kvkeep.training import kvpop, losses
 from kvkeep.training.fit import Fit, LearnedDecay, Schedule
 from kvkeep.training.harvest import harvest
 from kvkeep.training.state import Log
@@ -39,7 +39,7 @@ def texts(count=5, length=70):
 
 
 def small(**changes):
-    return kvpop.recipe("mini", **{"steps": 6, "calibrate_on": 1, "decays": (0.0, 0.3), "save_every": 1} | changes)
+    return kvpop.recipe("mini", **{"steps": 6, "calibrate_on": 1, "decays": (0.5, 1.0), "save_every": 1} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,13 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(model, tmp_path, me
         assert loaded.metadata["metrics"]["held_out"]["loss"] == log[-1]["held_out_loss"]
     else:
         ratios = loaded.metadata["metrics"]["calibration"]
-        assert -decays == pytest.approx(float(min(ratios, key=ratios.get)))
+        factor = float(min(ratios, key=ratios.get))
+        rates = load_file(tmp_path / "run" / "state.safetensors")
+        for shape in loaded.geometry:
+            layer = loaded.layer(shape.index)
+            fitted = rates[f"model.decay.rate.{shape.index}"] / layer.score_std
+            assert torch.allclose(-layer.log_gamma, factor * fitted, rtol=1e-5)
+        assert decays.unique().numel() == decays.numel(), "every head has its own decay"
     policy = kvkeep.policies.create(method, BUDGETS[0], scorer=loaded)
     assert torch.isfinite(kvkeep.replay(model, texts(1)[0][1][None], policy).token_loss).all()
 
@@ -215,17 +221,17 @@ def test_score_loss_reaches_only_the_scorer(method, tmp_path):
     """Spec kvpop 12.12: keys and values enter detached, so no gradient reaches what made them."""
     backbone = tiny_model(dtype=torch.float32).requires_grad_(True)
     scorer = kvkeep.scorers.new(method, backbone.config, BUDGETS)
-    losses = []
+    seen = []
 
     def observe(geometry, query, key, value, evicted_at):
         assert key.requires_grad
         score = scorer(geometry.layer, key, value, 4)
         target = future_attention(query, key, 4, scaling=geometry.scaling)
-        losses.append(kvkeep.training.losses.boundary(score, target, BUDGETS[0], -0.01, 64))
+        seen.append(losses.boundary(score, target, BUDGETS[0], -0.01, 64))
 
     ids = random_ids(60)
     result = kvkeep.replay(backbone, ids, kvkeep.policies.create("random", BUDGETS[0]), gradients=True, observe=observe)
-    sum(losses).backward(retain_graph=True)
+    sum(seen).backward(retain_graph=True)
     assert all(parameter.grad is None for parameter in backbone.parameters())
     assert any(parameter.grad.abs().max() > 0 for parameter in scorer.parameters())
     scorer.zero_grad()
@@ -237,7 +243,7 @@ def test_score_loss_reaches_only_the_scorer(method, tmp_path):
 def test_learned_decay_stays_in_its_range(model, tmp_path):
     shards = harvest(model, texts(2), 4, tmp_path)
     scorer = kvkeep.scorers.new("kvpop_mlp", model.config, BUDGETS)
-    schedule = Schedule(loss="boundary", decay="learned", gamma=0.9, gamma_lr=50.0, steps=4, warmup=0)
+    schedule = Schedule(loss="boundary", tokens=None, decay="learned", gamma=0.9, gamma_lr=50.0, steps=4, warmup=0)
     fit = Fit(scorer, shards, [], schedule, tmp_path / "run")
     fit.run()
     gammas = torch.cat([fit.learned.log_gamma(layer.index) for layer in scorer.geometry]).exp()
@@ -247,10 +253,51 @@ def test_learned_decay_stays_in_its_range(model, tmp_path):
     assert LearnedDecay(scorer, 0.99).log_gamma(0).exp().detach() == pytest.approx(0.99)
 
 
-def test_early_stop_waits_for_its_patience(model, tmp_path):
-    shards = harvest(model, texts(3), 4, tmp_path)
+def test_fitted_decay_is_that_of_the_attention(tmp_path):
+    """Attention made to fall by a known share per step of age is fitted with that decay, whatever a token's score."""
+    generator = torch.Generator().manual_seed(0)
+    length, window, rate = 600, 4, 0.8
+    model = tiny_model(dtype=torch.float32)
+    (shard,) = harvest(model, texts(1, length), window, tmp_path, ages=True)
+    first, last = losses.age_ranges(length, window, losses.age_edges(length))
+    mass = (torch.exp(-rate / 64 * first) - torch.exp(-rate / 64 * last)) * 64 / rate
+    level = torch.rand(2, length, 1, generator=generator)  # what no score can explain
+    tensors = load_file(shard.path)
+    save_file({n: (mass * level).half() if n.startswith("ages") else t for n, t in tensors.items()}, shard.path)
     scorer = kvkeep.scorers.new("kvpop_mlp", model.config, BUDGETS)
-    schedule = Schedule(steps=50, lr=0.0, evaluate_every=2, patience=3)
+    schedule = Schedule(steps=300, tokens=None, batch=1, lr=1e-2, fitted_lr=0.05, dispersion=1.0)
+    fit = Fit(scorer, [shard], [], schedule, tmp_path / "run")
+    fit.run()
+    rates = torch.cat(list(fit.fitted.rate.values()))
+    assert (rates - rate).abs().max() < 0.05
+
+
+def test_tokens_drawn_are_new_in_every_step_and_document(model, tmp_path):
+    (shard,) = harvest(model, texts(1), 4, tmp_path, ages=True)
+    scorer = kvkeep.scorers.new("kvpop_mlp", model.config, BUDGETS)
+    fit = Fit(scorer, [shard], [], Schedule(tokens=16), tmp_path / "run")
+    first, second = fit.drawn(shard, 0), fit.drawn(shard, 1)
+    fit.step = 1
+    assert len({tuple(t.tolist()) for t in (first, second, fit.drawn(shard, 0))}) == 3
+    assert first.unique().numel() == 16
+    assert min(t.min() for t in (first, second)) >= 2
+    assert max(t.max() for t in (first, second)) < 70 - 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_of_some_tokens_are_those_of_all(model, method):
+    scorer = kvkeep.scorers.new(method, model.config, BUDGETS)
+    generator = torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
+    tokens = torch.tensor([5, 3, 29, 12])
+    scores = scorer(0, keys, values, 4)
+    assert torch.allclose(scorer(0, keys, values, 4, tokens), scores[..., tokens], atol=1e-6)
+
+
+def test_early_stop_waits_for_its_patience(model, tmp_path):
+    shards = harvest(model, texts(3), 4, tmp_path, ages=True)
+    scorer = kvkeep.scorers.new("kvpop_mlp", model.config, BUDGETS)
+    schedule = Schedule(steps=50, lr=0.0, fitted_lr=0.0, evaluate_every=2, patience=3)
     fit = Fit(scorer, shards[:2], shards[2:], schedule, tmp_path / "run")
     fit.run()
     assert fit.step == 2 + 3 * 2  # the first evaluation is an improvement, the three after it are not
@@ -277,7 +324,7 @@ MISTAKES = [
     (lambda model, out: kvpop.recipe("bset"), "unknown preset 'bset'"),
     (lambda model, out: kvpop.recipe("best", width=3), "a recipe has no width"),
     (lambda model, out: kvpop.recipe("best", loss="hinge"), "not 'hinge'"),
-    (lambda model, out: kvpop.recipe("best", decay="learned"), "learned through the boundary loss"),
+    (lambda model, out: kvpop.recipe("best", decay="learned"), "a learned decay comes from the boundary loss"),
     (lambda model, out: harvest(model, texts(1), 4, out, target_source="teacher"), "not 'teacher'"),
 ]
 
@@ -302,17 +349,19 @@ def test_one_step_at_16384_tokens_stays_below_two_gigabytes(method, tmp_path):
         from pathlib import Path
         from test_training import Text
         from tiny import random_ids, tiny_model
-        from kvkeep.training.fit import Fit, Schedule
+        from kvkeep.training import kvpop, losses
+        from kvkeep.training.fit import LOSSES, Fit
         from kvkeep.training.harvest import harvest
         method, folder = sys.argv[1], Path(sys.argv[2])
         model = tiny_model(dtype=torch.float32, group=1)
         budget = kvkeep.Budget(4, 32, 220)
         for source, under in (("dense", None), ("sparse", kvkeep.policies.create("streaming", budget))):
             documents = [(Text("long"), random_ids(16_384)[0])]
-            shards = harvest(model, documents, 32, folder, target_source=source, under=under)
-        for loss in ("regression", "boundary"):
+            shards = harvest(model, documents, 32, folder, target_source=source, under=under, ages=True)
+        for loss in LOSSES:
             scorer = kvkeep.scorers.new(method, model.config, [budget])
-            Fit(scorer, shards, shards, Schedule(loss=loss, steps=1), folder / loss).run()
+            schedule = kvpop.recipe("best", steps=1, loss=loss).schedule
+            Fit(scorer, shards, shards, schedule, folder / loss).run()
         scorer.set_decay(-0.3)
         kvkeep.replay(model, documents[0][1][None], kvkeep.policies.create(method, budget, scorer=scorer))
         peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")][0]

@@ -155,6 +155,58 @@ def block_attention(
     return means
 
 
+@torch.no_grad()
+def attention_by_age(
+    query: Tensor,
+    key: Tensor,
+    window: int,
+    edges: Sequence[int],
+    group: str = "max",
+    scaling: float | None = None,
+    lse: Tensor | None = None,
+    padding: Tensor | None = None,
+    *,
+    block: int | None = None,
+) -> Tensor:
+    """The attention a key receives after leaving its window, summed over ranges of its age.
+
+    The age of key t at query d is `d - (t + w)`: 0 where KVpop's future begins (`future_attention`). How fast the sums
+    fall from range to range is the decay of a head.
+
+    Args:
+        query: `[B, Hq, S, D]`.
+        key: `[B, Hkv, S, D]`.
+        window: w >= 1 tokens.
+        edges: rising ages `e_0 < e_1 < ..`, e_0 >= 0; range j holds the ages `e_j <= age < e_(j + 1)`.
+        group: "max" or "mean" of a range's sum over the query heads of a KV head.
+        scaling, lse, padding, block: as in `future_attention`.
+
+    Returns:
+        `[B, Hkv, S, len(edges) - 1]`, sums over queries, not divided by their number; 0 where the sequence ends before
+        a range begins, and for pads.
+
+    Raises:
+        ValueError: where shapes clash, window < 1, the edges do not rise from 0 or more, or the group is unknown.
+    """
+    if group not in ("max", "mean"):
+        raise ValueError(f'group must be "max" or "mean", got {group!r}')
+    if window < 1:
+        raise ValueError(f"window must be at least 1, got {window}: it holds the current token")
+    if len(edges) < 2 or edges[0] < 0 or any(b <= a for a, b in pairwise(edges)):
+        raise ValueError(f"edges must be two or more ages rising from 0 or more, got {list(edges)}")
+    result = _empty_result(query, key, len(edges) - 1).zero_()
+    for rows in _equally_padded(query, key, scaling, lse, padding, block):
+        sums = rows.query.new_zeros((*rows.query.shape[:3], len(edges) - 1, rows.query.shape[3]))
+        starts = torch.arange(rows.query.shape[3], device=key.device) + window
+        starts = starts + torch.tensor(list(edges), device=key.device)[:, None]  # [edges, n]: queries of those ages
+        for a, b, probability in _row_blocks(rows, window, rows.query.shape[3]):
+            until = torch.nn.functional.pad(probability.cumsum(-2), (0, 0, 1, 0))  # [b, Hkv, G, b - a + 1, b]
+            row = (starts[:, :b] - a).clamp(0, b - a).expand(*until.shape[:3], -1, -1)
+            sums[..., :b] += until.gather(-2, row).diff(dim=-2)
+        result[rows.index, :, rows.pad :] = (sums.amax(2) if group == "max" else sums.mean(2)).transpose(-1, -2)
+    return result
+
+
 def future_maximum(block_means: Tensor) -> Tensor:
     """ForesightKV's golden label `alpha[i, t] = max over j >= t of block_means[i, j]` (arXiv 2602.03203).
 

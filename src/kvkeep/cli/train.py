@@ -37,8 +37,8 @@ def run(
     preset: PresetFlag = "best",
     steps: StepsFlag = None,
     hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Width of the scoring network.")] = None,
-    loss: Annotated[str | None, typer.Option("--loss", help="regression or boundary.")] = None,
-    decay: Annotated[str | None, typer.Option("--decay", help="calibrated, learned or off.")] = None,
+    loss: Annotated[str | None, typer.Option("--loss", help="intensity, regression or boundary.")] = None,
+    decay: Annotated[str | None, typer.Option("--decay", help="fitted, calibrated, learned or off.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Target over a group: max, mean_log, log_mean.")] = None,
     delay: Annotated[bool, typer.Option(help="kvpop reads its memory when a token leaves, or when it enters.")] = True,
     backbone: tune.BackboneFlag = tune.Backbone.frozen,
@@ -109,7 +109,9 @@ def report(scorer: scorers.Scorer, count: int, out: Path) -> None:
             f", recall {held_out['recall']:.2f} (by chance {held_out['chance']:.2f})" if "recall" in held_out else ""
         )
         typer.echo(f"held-out loss {held_out['loss']:.4f}{recall}")
+    fitted = scorer.metadata["recipe"]["schedule"]["decay"] == "fitted"
     for decay, ratio in metrics.get("calibration", {}).items():
-        typer.echo(f"decay {decay} per {scorer.decay_step} tokens: loss ratio {ratio:.4f} on training documents")
+        what = "fitted decay times" if fitted else f"decay per {scorer.decay_step} tokens"
+        typer.echo(f"{what} {decay}: loss ratio {ratio:.4f} on training documents")
     budgets = ", ".join(str(budget.slots + scorer.state_entries) for budget in scorer.budgets)
     typer.echo(f"{scorer.method} scorer for budgets {budgets}, from {count} documents, in {out}")

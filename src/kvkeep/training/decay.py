@@ -1,14 +1,16 @@
 """Calibrate a scorer's decay by what matters, the loss under eviction, on a few training documents.
 
-A decay learned by gradient collapses (labels that share it agree with anything), and recall against the teacher falls
-while loss improves, so neither can choose it. One number for all heads, in standard deviations of the score per
-``decay_step`` tokens, is chosen from a grid: a few forwards each.
+A decay learned through the boundary loss collapses (labels that share it agree with anything), and recall against the
+teacher falls while loss improves, so neither can choose it. What is chosen from a grid, a few forwards each, is one
+number for all heads, in standard deviations of the score per ``decay_step`` tokens; or, where every head has a decay
+that was fitted to its own attention, one factor for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from kvkeep.runtime.replay import replay
 from kvkeep.scorers import Scorer
 
 GRID = (0.0, 0.1, 0.2, 0.3, 0.5)
+FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0)  # of fitted decays
 
 
 def calibrate_decay(
@@ -24,6 +27,7 @@ def calibrate_decay(
     scorer: Scorer,
     documents: Sequence[tuple[object, Tensor]],
     grid: Sequence[float] = GRID,
+    fitted: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[float, float]:
     """Set the scorer's decay to the one of least loss, averaged over the budgets it is trained for.
@@ -32,17 +36,28 @@ def calibrate_decay(
         model: the backbone.
         scorer: fitted, its scores standardised; its decay is replaced.
         documents: of the training set, a few.
-        grid: decays to try, in [0, 1] standard deviations per ``scorer.decay_step`` tokens.
+        grid: decays to try, in [0, 1] standard deviations per ``scorer.decay_step`` tokens, or factors.
+        fitted: the grid holds factors, 0 or more, of the decays that the scorer's heads have.
         progress: called with ("calibrate", done, total).
 
     Returns:
-        Loss ratio to the full cache per decay, pooled over documents, mean over budgets.
+        Loss ratio to the full cache per decay or factor, pooled over documents, mean over budgets.
 
     Raises:
-        ValueError: for a decay outside [0, 1], or no document longer than the largest budget.
+        ValueError: for a decay outside [0, 1], a factor below 0, or no document longer than the largest budget.
     """
-    if not grid or min(grid) < 0 or max(grid) > 1:
-        raise ValueError(f"decays to try must lie in [0, 1], not {list(grid)}")
+    if not grid or min(grid) < 0 or (max(grid) > 1 and not fitted):
+        raise ValueError(
+            f"{'factors must be 0 or more' if fitted else 'decays to try must lie in [0, 1]'}, not {list(grid)}"
+        )
+    units = {}  # of the grid: log_gamma [H] per layer
+    for shape in scorer.geometry:
+        log_gamma = scorer.layer(shape.index).log_gamma
+        units[shape.index] = log_gamma.clone() if fitted else -torch.ones_like(log_gamma)
+
+    def scaled(decay: float) -> dict[int, Tensor]:
+        return {index: decay * unit for index, unit in units.items()}
+
     longest = max(budget.rest for budget in scorer.budgets)
     texts = [ids.reshape(1, -1).to(model.device) for _, ids in documents if ids.numel() > longest + 1]
     if not texts:
@@ -52,7 +67,7 @@ def calibrate_decay(
     for ids in texts:
         full.append(replay(model, ids, policies.create("full")).token_loss)
         for decay in grid:
-            scorer.set_decay(-decay)
+            scorer.set_decay(scaled(decay))
             for budget in scorer.budgets:
                 policy = policies.create(scorer.method, budget, scorer=scorer)
                 spent[decay, budget] += float(replay(model, ids, policy).token_loss[:, budget.rest :].sum())
@@ -64,5 +79,5 @@ def calibrate_decay(
         each = [spent[decay, b] / float(sum(loss[:, b.rest :].sum() for loss in full)) for b in scorer.budgets]
         ratios[decay] = sum(each) / len(each)
     best = min(ratios, key=ratios.get)
-    scorer.set_decay(-best)
+    scorer.set_decay(scaled(best))
     return ratios

@@ -29,26 +29,36 @@ GAMMA_RANGE = (
 )  # of a decay learned by gradient: outside, the labels agree with anything (spec: collapse)
 
 
+LOSSES = ("intensity", "regression", "boundary")
+DECAYS = ("fitted", "calibrated", "learned", "off")
+START = 0.2  # of a fitted decay, per decay step
+
+
 @dataclass(frozen=True)
 class Schedule:
     """How a scorer is fitted.
 
     Attributes:
-        loss: "regression" (smooth L1 on the standardised log target) or "boundary" (KVpop, section 3.3).
+        loss: "intensity" (likelihood of the attention by age, see :mod:`kvkeep.training.losses.intensity`),
+            "regression" (smooth L1 on the standardised log target) or "boundary" (KVpop, section 3.3).
         steps, batch: optimiser steps, documents per step.
+        tokens: of each document that a step looks at, drawn at random; None = all. For "intensity" only.
         lr, warmup, betas, weight_decay, clip: AdamW with a linear warm-up, then cosine to 0; clip = gradient norm.
         standardise: whether inputs are standardised per head and dimension on the training documents.
         boundary, margin, balance, tau, queries: of the boundary loss, see :func:`kvkeep.training.losses.boundary`.
-        decay: "calibrated" (afterwards, by loss), "learned" (by gradient, with the boundary loss only) or "off".
+        dispersion: of the intensity.
+        decay: "fitted" (per head with the intensity, then a common factor by loss), "calibrated" (one number for all
+            heads, afterwards, by loss), "learned" (by gradient, with the boundary loss only) or "off".
         gamma: where a learned decay starts, per ``decay_step`` tokens.
-        gamma_lr: its learning rate.
+        gamma_lr, fitted_lr: learning rates of a learned and of a fitted decay.
         evaluate_every, patience: held-out evaluation, and how many without improvement end the run (0 = never).
         save_every: steps between two saved states.
     """
 
-    loss: str = "regression"
+    loss: str = "intensity"
     steps: int = 500
-    batch: int = 1
+    batch: int = 8
+    tokens: int | None = 128
     lr: float = 3e-3
     warmup: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
@@ -60,21 +70,26 @@ class Schedule:
     balance: tuple[float, float] | None = (0.5, 4.0)
     tau: float = 1.0
     queries: int | None = None
-    decay: str = "calibrated"
+    dispersion: float = 5.0
+    decay: str = "fitted"
     gamma: float = 0.99
     gamma_lr: float = 1e-3
+    fitted_lr: float = 1e-2
     evaluate_every: int = 50
     patience: int = 0
     save_every: int = 50
 
     def __post_init__(self):
-        if self.loss not in ("regression", "boundary") or self.decay not in ("calibrated", "learned", "off"):
+        if self.loss not in LOSSES or self.decay not in DECAYS:
             raise ValueError(
-                "loss is 'regression' or 'boundary' and decay 'calibrated', 'learned' or 'off', "
+                f"loss is one of {', '.join(LOSSES)} and decay one of {', '.join(DECAYS)}, "
                 f"not {self.loss!r} and {self.decay!r}"
             )
-        if self.decay == "learned" and self.loss != "boundary":
-            raise ValueError("a decay is learned through the boundary loss; with regression calibrate it")
+        needed = {"learned": "boundary", "fitted": "intensity"}.get(self.decay, self.loss)
+        if self.loss != needed:
+            raise ValueError(f"a {self.decay} decay comes from the {needed} loss; with {self.loss} calibrate it")
+        if self.tokens is not None and (self.tokens < 1 or self.loss != "intensity"):
+            raise ValueError(f"tokens are 1 or more and drawn for the intensity loss only, not {self.tokens}")
         if self.steps < 1 or self.batch < 1 or self.warmup < 0:
             raise ValueError(f"steps {self.steps} and batch {self.batch} must be at least 1, warmup {self.warmup} 0")
 
@@ -98,6 +113,22 @@ class LearnedDecay(torch.nn.Module):
         low, high = (math.log(gamma / (1 - gamma)) for gamma in GAMMA_RANGE)
         for a in self.a.values():
             a.clamp_(low, high)
+
+
+class FittedDecay(torch.nn.Module):
+    """What the log intensity loses per decay step of age, one number >= 0 per layer and head."""
+
+    def __init__(self, scorer: Scorer):
+        super().__init__()
+        shapes = {str(shape.index): shape.kv_heads for shape in scorer.geometry}
+        self.rate = torch.nn.ParameterDict(
+            {layer: torch.nn.Parameter(torch.full((heads,), START)) for layer, heads in shapes.items()}
+        )
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        for rate in self.rate.values():
+            rate.clamp_(min=0.0)
 
 
 class Fit:
@@ -130,13 +161,15 @@ class Fit:
         self.seed, self.progress, self.path = seed, progress, folder / "state.safetensors"
         self.budgets: tuple[Budget, ...] = scorer.budgets
         self.learned = LearnedDecay(scorer, schedule.gamma) if schedule.decay == "learned" else None
+        self.fitted = FittedDecay(scorer) if schedule.loss == "intensity" else None
         self.module = torch.nn.ModuleDict({"scorer": scorer})
         groups = [{"params": list(scorer.parameters()), "lr": schedule.lr, "peak": schedule.lr}]
-        if self.learned is not None:
-            self.module["decay"] = self.learned
-            groups.append({"params": list(self.learned.parameters()), "lr": 0.0, "peak": schedule.gamma_lr})
+        decay, peak = (self.learned, schedule.gamma_lr) if self.fitted is None else (self.fitted, schedule.fitted_lr)
+        if decay is not None:
+            self.module["decay"] = decay
+            groups.append({"params": list(decay.parameters()), "lr": 0.0, "peak": peak})
         self.optimizer = torch.optim.AdamW(groups, betas=schedule.betas, weight_decay=schedule.weight_decay)
-        self.step, self.best, self.waited, self.label = 0, math.inf, 0, {}
+        self.step, self.best, self.waited, self.label, self.base = 0, math.inf, 0, {}, {}
         if resume and self.path.exists():
             record = load_state(self.path, self.module, self.optimizer)
             self.step, self.best, self.waited = record["step"], record["best"], record["waited"]
@@ -189,13 +222,13 @@ class Fit:
             group["lr"] = group["peak"] * self.rate(self.step)
         self.optimizer.zero_grad(set_to_none=True)
         shards, total, tokens = self.documents(self.step), 0.0, 0
-        for shard in shards:
+        for place, shard in enumerate(shards):
+            drawn = self.drawn(shard, place)
             for shape in self.scorer.geometry:
-                keys, values, target = shard.layer(shape.index)
-                loss = self.loss(shape.index, keys, values, target) / (len(shards) * len(self.scorer.geometry))
+                loss = self.loss(shard, shape.index, drawn) / (len(shards) * len(self.scorer.geometry))
                 loss.backward()
                 total += float(loss.detach())
-            tokens += keys.shape[2]
+            tokens += shard.length if drawn is None else drawn.numel()
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.schedule.clip)
         if not bool(torch.isfinite(norm)):
@@ -206,6 +239,10 @@ class Fit:
             self.learned.clamp()
             gammas = torch.cat([self.learned.log_gamma(shape.index) for shape in self.scorer.geometry]).detach().exp()
             record |= {"gamma_mean": float(gammas.mean()), "gamma_min": float(gammas.min())}
+        if self.fitted is not None:
+            self.fitted.clamp()
+            rates = torch.cat(list(self.fitted.rate.values())).detach()
+            record |= {"decay_mean": float(rates.mean()), "decay_max": float(rates.max())}
         return record | {"tokens": tokens}
 
     def rate(self, step: int) -> float:
@@ -215,10 +252,22 @@ class Fit:
         past = (step - self.schedule.warmup) / max(self.schedule.steps - self.schedule.warmup, 1)
         return 0.5 * (1 + math.cos(math.pi * past))
 
-    def loss(self, layer: int, keys: Tensor, values: Tensor, target: Tensor) -> Tensor:
+    def drawn(self, shard: Shard, place: int) -> Tensor | None:
+        """Indices of the tokens that a step looks at in its document number ``place``; None for all."""
+        first, last = self.budgets[0].sinks, shard.length - self.budgets[0].window
+        if self.schedule.tokens is None or last - first <= self.schedule.tokens:
+            return None
+        seed = (self.seed * 7_919 + self.step) * self.schedule.batch + place
+        generator = torch.Generator().manual_seed(seed)
+        return first + torch.randperm(last - first, generator=generator)[: self.schedule.tokens]
+
+    def loss(self, shard: Shard, layer: int, tokens: Tensor | None = None) -> Tensor:
         """The loss of one layer and document; boundary losses are averaged over the budgets."""
         schedule, window = self.schedule, self.budgets[0].window
-        score = self.scorer(layer, keys, values, window)
+        keys, values, target = shard.layer(layer)
+        score = self.scorer(layer, keys, values, window, tokens)
+        if schedule.loss == "intensity":
+            return self.intensity(shard, layer, score, tokens)
         if schedule.loss == "regression":
             mean, std = self.label[layer]
             return losses.regression(score, target, self.budgets[0], mean, std)
@@ -243,11 +292,26 @@ class Fit:
         ]
         return sum(each) / len(each)
 
+    def intensity(self, shard: Shard, layer: int, score: Tensor, tokens: Tensor | None) -> Tensor:
+        """Of the tokens drawn, or of all that ever compete."""
+        window, length = self.budgets[0].window, shard.length
+        mass, ages = shard.ages(layer), losses.age_ranges(length, window, losses.age_edges(length))
+        if tokens is None:
+            tokens = torch.arange(self.budgets[0].sinks, length - window)
+            score = score[..., tokens]
+        ages = [age[tokens] for age in ages]
+        rate = self.fitted.rate[str(layer)]
+        return losses.intensity(
+            score, rate, mass[:, :, tokens], *ages, self.base[layer], self.scorer.decay_step, self.schedule.dispersion
+        )
+
     @torch.no_grad()
     def measure(self) -> None:
         """Statistics of inputs and labels over the training shards, a layer at a time."""
         budget = self.budgets[0]
         for shape in self.scorer.geometry:
+            if self.fitted is not None:
+                self.base[shape.index] = self.mean_attention(shape.index)
             parts = [shard.layer(shape.index) for shard in self.train]
             target = [part[2][..., budget.sinks : part[2].shape[-1] - budget.window] for part in parts]
             target = torch.cat(target, -1)[0]  # [H, tokens]
@@ -257,6 +321,15 @@ class Fit:
                 inputs = torch.cat([torch.cat(part[:2], -1)[0] for part in parts], 1)  # [H, tokens, 2D]
                 self.scorer.layer(shape.index).standardise_inputs(inputs.mean(1), inputs.std(1, correction=0))
 
+    def mean_attention(self, layer: int) -> Tensor:
+        """Mean attention ``[H]`` per query and token after the window, over the training shards."""
+        budget, received, queries = self.budgets[0], 0.0, 0
+        for shard in self.train:
+            left = shard.length - budget.window - budget.sinks  # tokens that leave; the oldest sees as many queries
+            received = received + shard.ages(layer)[0, :, budget.sinks : shard.length - budget.window].sum((1, 2))
+            queries += left * (left + 1) // 2
+        return (received / max(queries, 1)).clamp(min=torch.finfo(torch.float32).tiny)
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and recall against the undecayed teacher on the held-out shards, beside recall by chance."""
@@ -264,7 +337,7 @@ class Fit:
         for shard in self.held_out:
             for shape in self.scorer.geometry:
                 keys, values, target = shard.layer(shape.index)
-                loss += float(self.loss(shape.index, keys, values, target))
+                loss += float(self.loss(shard, shape.index))
                 count += 1
                 score = self.scorer(shape.index, keys, values, self.budgets[0].window)
                 for budget in self.budgets:
@@ -291,3 +364,5 @@ class Fit:
             layer.standardise_scores(scores.mean(-1), scores.std(-1, correction=0))
             if self.learned is not None:
                 layer.log_gamma.copy_(self.learned.log_gamma(shape.index) / layer.score_std)
+            if self.schedule.decay == "fitted":
+                layer.log_gamma.copy_(-self.fitted.rate[str(shape.index)] / layer.score_std)

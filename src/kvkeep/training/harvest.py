@@ -7,6 +7,7 @@ harvest goes on where it was.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -19,12 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvkeep.attention_mass import future_attention
+from kvkeep.attention_mass import attention_by_age, future_attention
 from kvkeep.policies.base import Geometry, Policy
 from kvkeep.policies.full import Full
 from kvkeep.runtime.replay import replay
 from kvkeep.scorers import model_fingerprint
 from kvkeep.sparse_attention import live_lse
+from kvkeep.training.losses import age_edges
 
 TARGET_SOURCES = ("dense", "sparse")
 STORAGE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -36,17 +38,30 @@ class Shard:
 
     Attributes:
         name: of the document.
-        path: safetensors with ``key.L``, ``value.L`` ``[H, S, D]`` and ``target.L`` float32 ``[H, S]`` per layer L.
+        path: safetensors with ``key.L``, ``value.L`` ``[H, S, D]`` and ``target.L`` float32 ``[H, S]`` per layer L, and
+            where ages were asked for ``ages.L`` float16 ``[H, S, ranges]``.
     """
 
     name: str
     path: Path
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Tokens of the document."""
+        with safe_open(self.path, framework="pt") as shard:
+            targets = (name for name in shard.keys() if name.startswith("target."))  # noqa: SIM118  (it is no dict)
+            return shard.get_slice(next(targets)).get_shape()[-1]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values ``[1, H, S, D]`` in float32 and the log target ``[1, H, S]`` of one layer."""
         with safe_open(self.path, framework="pt") as shard:
             tensors = [shard.get_tensor(f"{part}.{index}") for part in ("key", "value", "target")]
         return tuple(tensor.float()[None] for tensor in tensors)
+
+    def ages(self, index: int) -> Tensor:
+        """Attention by age ``[1, H, S, ranges]`` of one layer, see :func:`kvkeep.attention_mass.attention_by_age`."""
+        with safe_open(self.path, framework="pt") as shard:
+            return shard.get_tensor(f"ages.{index}").float()[None]
 
 
 def harvest(
@@ -60,6 +75,7 @@ def harvest(
     target_source: str = "dense",
     under: Policy | None = None,
     storage: str = "float16",
+    ages: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Shard]:
     """Shards of documents, those that exist already left as they are.
@@ -74,6 +90,7 @@ def harvest(
             keeps alive (KVpop's student; its probabilities may exceed 1 for tokens it has evicted).
         under: the policy the documents are read under; None = the full cache.
         storage: of keys and values: "float16", "bfloat16" or "float32".
+        ages: whether the attention by age is kept too, in the ranges of :func:`kvkeep.training.losses.age_edges`.
         progress: called with (stage, done, total).
 
     Returns:
@@ -91,6 +108,7 @@ def harvest(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = [model_fingerprint(model), window, group, count_normalised, eps, target_source, storage, repr(policy)]
+    settings += [age_edges(2)[1]] if ages else []  # digests without ages are those of earlier versions
     target = {"group": group, "count_normalised": count_normalised, "eps": eps}
     shards = []
     for done, (document, ids) in enumerate(documents):
@@ -99,14 +117,16 @@ def harvest(
         digest = hashlib.sha256(json.dumps([settings, ids.tolist()]).encode()).hexdigest()[:24]
         shard = Shard(document.name, folder / f"{digest}.safetensors")
         if not shard.path.exists():
-            _write(shard, _read(model, ids, policy, window, target, target_source, STORAGE[storage]))
+            _write(shard, _read(model, ids, policy, window, target, target_source, STORAGE[storage], ages))
         shards.append(shard)
     if progress is not None:
         progress("harvest", len(documents), len(documents))
     return shards
 
 
-def _read(model, ids: Tensor, policy: Policy, window: int, target: dict, source: str, storage) -> dict[str, Tensor]:
+def _read(
+    model, ids: Tensor, policy: Policy, window: int, target: dict, source: str, storage, ages: bool
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
 
     def observe(geometry: Geometry, query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor) -> None:
@@ -118,6 +138,11 @@ def _read(model, ids: Tensor, policy: Policy, window: int, target: dict, source:
                 raise ValueError(f"{name}s of layer {geometry.layer} do not fit {storage}: store them as float32")
             tensors[f"{name}.{geometry.layer}"] = stored.contiguous()
         tensors[f"target.{geometry.layer}"] = label[0].float().contiguous()
+        if ages:
+            group = "max" if target["group"] == "max" else "mean"
+            edges = age_edges(key.shape[2])
+            mass = attention_by_age(query, key, window, edges, group, scaling=geometry.scaling, lse=lse)
+            tensors[f"ages.{geometry.layer}"] = mass[0].half().contiguous()
 
     replay(model, ids.reshape(1, -1).to(model.device), policy, observe=observe)
     return {name: tensor.cpu() for name, tensor in tensors.items()}

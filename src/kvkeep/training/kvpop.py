@@ -6,8 +6,9 @@ Four stages, each resumable: read the documents once (:mod:`~kvkeep.training.har
 Presets
     ``published``  the paper's scorer recipe: boundary loss against the k-th best, margin and class balance, decay
                    learned by gradient per head from 0.99, AdamW from 1e-3; what it leaves open is as the fields say.
-    ``best``       the default: regression on the standardised log target, standardised inputs, then a decay calibrated
-                   by loss.
+    ``best``       the default: scores and a decay per head fitted to the attention by age
+                   (:mod:`~kvkeep.training.losses.intensity`), standardised inputs, then one factor of the decays
+                   calibrated by loss.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 
 from kvkeep import scorers
 from kvkeep.budget import Budget
-from kvkeep.training.decay import GRID, calibrate_decay
+from kvkeep.training.decay import FACTORS, GRID, calibrate_decay
 from kvkeep.training.fit import Fit, Schedule
 from kvkeep.training.harvest import harvest
 from kvkeep.training.state import jsonable, open_run
@@ -45,7 +46,7 @@ class Recipe:
         group, count_normalised, eps, target_source: of the target, see :func:`kvkeep.training.harvest.harvest`.
         held_out: share of the documents kept for held-out evaluation and early stop.
         calibrate_on: training documents that the decay is calibrated on.
-        decays: the grid of that calibration.
+        decays: the grid of that calibration; None = ``FACTORS`` of a fitted decay, ``GRID`` otherwise.
         options: further options of the scorer, see :mod:`kvkeep.scorers`.
         storage: of harvested keys and values.
     """
@@ -59,7 +60,7 @@ class Recipe:
     target_source: str = "dense"
     held_out: float = 0.1
     calibrate_on: int = 4
-    decays: tuple[float, ...] = GRID
+    decays: tuple[float, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     storage: str = "float16"
 
@@ -69,7 +70,15 @@ PRESETS = {
     "published": Recipe(
         preset="published",
         schedule=Schedule(
-            loss="boundary", lr=1e-3, clip=1.0, standardise=False, boundary="kth", decay="learned", gamma=0.99
+            loss="boundary",
+            batch=1,
+            tokens=None,
+            lr=1e-3,
+            clip=1.0,
+            standardise=False,
+            boundary="kth",
+            decay="learned",
+            gamma=0.99,
         ),
     ),
     "mini": Recipe(
@@ -96,6 +105,8 @@ def recipe(preset: str, steps: int | None = None, **overrides: Any) -> Recipe:
         {name: value for name, value in {"steps": steps, **overrides}.items() if value is not None},
     )
     timing = {name: given.pop(name) for name in list(given) if name in Schedule.__dataclass_fields__}
+    if timing.get("loss", "intensity") != "intensity":  # what only the intensity has follows its absence
+        timing = {"tokens": None, "batch": 1, "decay": "calibrated"} | timing
     unknown = set(given) - set(Recipe.__dataclass_fields__)
     if unknown:
         raise ValueError(f"a recipe has no {', '.join(sorted(unknown))}")
@@ -161,6 +172,7 @@ def train(
         folder,
         target_source=settings.target_source,
         storage=settings.storage,
+        ages=settings.schedule.loss == "intensity",
         progress=progress,
         **target,
     )
@@ -168,8 +180,10 @@ def train(
     cut = len(pieces) - held
     fit = Fit(scorer, pieces[:cut], pieces[cut:], settings.schedule, run, resume, seed, progress)
     metrics: dict[str, Any] = {"held_out": fit.run()}
-    if settings.schedule.decay == "calibrated":
-        ratios = calibrate_decay(model, scorer, documents[:cut][: settings.calibrate_on], settings.decays, progress)
+    if settings.schedule.decay in ("fitted", "calibrated"):
+        fitted = settings.schedule.decay == "fitted"
+        grid = settings.decays or (FACTORS if fitted else GRID)
+        ratios = calibrate_decay(model, scorer, documents[:cut][: settings.calibrate_on], grid, fitted, progress)
         metrics["calibration"] = {str(decay): ratio for decay, ratio in ratios.items()}
     scorer.save_pretrained(
         out,

@@ -17,6 +17,7 @@ from kvkeep.training.losses.foresightkv import (
     ranking,
     spike_reward,
 )
+from kvkeep.training.losses.intensity import age_edges, age_ranges, intensity
 from kvkeep.training.losses.kvpop import (
     BoundaryPairs,
     boundary,
@@ -31,6 +32,8 @@ __all__ = [
     "Draw",
     "TopLogits",
     "advantages",
+    "age_edges",
+    "age_ranges",
     "boundary",
     "boundary_pairs",
     "distillation",
@@ -42,6 +45,7 @@ __all__ = [
     "grpo",
     "gumbel_top_k",
     "independent_log_prob",
+    "intensity",
     "keep_rate",
     "plackett_luce",
     "plackett_luce_kl",
