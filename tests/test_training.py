@@ -284,14 +284,24 @@ def test_tokens_drawn_are_new_in_every_step_and_document(model, tmp_path):
     assert max(t.max() for t in (first, second)) < 70 - 4
 
 
+def test_shards_give_some_tokens_as_they_give_all(model, tmp_path):
+    (shard,) = harvest(model, texts(1), 4, tmp_path, ages=True)
+    tokens = torch.tensor([5, 3, 69, 12])
+    for some, every in zip(shard.layer(1, tokens), shard.layer(1), strict=True):
+        assert torch.equal(some, every[:, :, tokens])
+    assert torch.equal(shard.ages(0, tokens), shard.ages(0)[:, :, tokens])
+    assert shard.length == 70
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_scores_of_some_tokens_are_those_of_all(model, method):
+def test_drawn_tokens_have_the_loss_of_the_whole_on_average(model, tmp_path, method):
+    (shard,) = harvest(model, texts(1), 4, tmp_path, ages=True)
     scorer = kvkeep.scorers.new(method, model.config, BUDGETS)
-    generator = torch.Generator().manual_seed(1)
-    keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
-    tokens = torch.tensor([5, 3, 29, 12])
-    scores = scorer(0, keys, values, 4)
-    assert torch.allclose(scorer(0, keys, values, 4, tokens), scores[..., tokens], atol=1e-6)
+    fit = Fit(scorer, [shard], [], Schedule(tokens=8), tmp_path / "run")
+    fit.measure()
+    each = [float(fit.loss(shard, 0, tokens)) for tokens in torch.randperm(64).add(2).split(8)]
+    assert sum(each) / 8 == pytest.approx(float(fit.loss(shard, 0)), rel=1e-5)
+    assert scorer.stateful == (method == "kvpop")
 
 
 def test_early_stop_waits_for_its_patience(model, tmp_path):

@@ -184,6 +184,11 @@ class Scorer(nn.Module):
         """The bounded layers: index, KV heads, query heads, head size."""
         return self.layout.bounded
 
+    @property
+    def stateful(self) -> bool:
+        """Whether a score depends on the tokens before it, so that sequences have to be read whole."""
+        return any(layer.initial_state(1, layer.log_gamma.device) for layer in self.layers.values())
+
     def layer(self, index: int) -> LayerScorer:
         """The scorer of the model's layer ``index``.
 
@@ -208,32 +213,25 @@ class Scorer(nn.Module):
         """Static priorities ``[B, H, n]`` of tokens at ``positions`` ``[B, n]``, the decay included."""
         return self.layer(layer).priority(score, positions, self.decay_step)
 
-    def forward(self, layer: int, keys: Tensor, values: Tensor, window: int, tokens: Tensor | None = None) -> Tensor:
-        """Scores of tokens of whole sequences, for training; the pairs' graph is cut, the scorer's is not.
+    def forward(self, layer: int, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """Scores of all tokens of whole sequences, for training; the pairs' graph is cut, the scorer's is not.
 
         Args:
             layer: index in the model.
             keys, values: ``[B, H, S, D]`` from the first token on, rotated, without pads.
             window: of the budget.
-            tokens: ``[n]``, indices of those whose scores are wanted; None for all. A scorer without a memory looks
-                at no others.
 
         Returns:
-            ``[B, H, S]`` or ``[B, H, n]``; 0 for the newest ``window`` tokens, which have not left and are never
-            eligible.
+            ``[B, H, S]``; 0 for the newest ``window`` tokens, which have not left and are never eligible.
         """
         keys, values = keys.detach(), values.detach()
         length = keys.shape[2]
         ahead = min(window, length)
+        leaving = tuple(pad_front(pair[:, :, : length - ahead], ahead) for pair in (keys, values))
         wide = torch.promote_types(keys.dtype, torch.float32)
         state = self.initial_state(layer, keys.shape[0], keys.device, wide, window)
-        if tokens is not None and not state:
-            pair = keys[:, :, tokens], values[:, :, tokens]
-            return self.score(layer, pair, pair, state).masked_fill(tokens >= length - ahead, 0.0)
-        leaving = tuple(pad_front(pair[:, :, : length - ahead], ahead) for pair in (keys, values))
         scores = self.score(layer, (keys, values), leaving, state)
-        scores = torch.cat([scores[..., ahead:], scores.new_zeros(*scores.shape[:2], ahead)], -1)
-        return scores if tokens is None else scores[..., tokens]
+        return torch.cat([scores[..., ahead:], scores.new_zeros(*scores.shape[:2], ahead)], -1)
 
     @torch.no_grad()
     def set_decay(self, log_gamma: float | Tensor | Mapping[int, Any], decay_step: int | None = None) -> None:

@@ -264,10 +264,10 @@ class Fit:
     def loss(self, shard: Shard, layer: int, tokens: Tensor | None = None) -> Tensor:
         """The loss of one layer and document; boundary losses are averaged over the budgets."""
         schedule, window = self.schedule, self.budgets[0].window
-        keys, values, target = shard.layer(layer)
-        score = self.scorer(layer, keys, values, window, tokens)
         if schedule.loss == "intensity":
-            return self.intensity(shard, layer, score, tokens)
+            return self.intensity(shard, layer, tokens)
+        keys, values, target = shard.layer(layer)
+        score = self.scorer(layer, keys, values, window)
         if schedule.loss == "regression":
             mean, std = self.label[layer]
             return losses.regression(score, target, self.budgets[0], mean, std)
@@ -292,18 +292,21 @@ class Fit:
         ]
         return sum(each) / len(each)
 
-    def intensity(self, shard: Shard, layer: int, score: Tensor, tokens: Tensor | None) -> Tensor:
-        """Of the tokens drawn, or of all that ever compete."""
+    def intensity(self, shard: Shard, layer: int, tokens: Tensor | None) -> Tensor:
+        """Of the tokens drawn, or of all that ever compete; without a memory no others are looked at."""
         window, length = self.budgets[0].window, shard.length
-        mass, ages = shard.ages(layer), losses.age_ranges(length, window, losses.age_edges(length))
         if tokens is None:
             tokens = torch.arange(self.budgets[0].sinks, length - window)
-            score = score[..., tokens]
-        ages = [age[tokens] for age in ages]
-        rate = self.fitted.rate[str(layer)]
-        return losses.intensity(
-            score, rate, mass[:, :, tokens], *ages, self.base[layer], self.scorer.decay_step, self.schedule.dispersion
-        )
+        if self.scorer.stateful:
+            keys, values, _ = shard.layer(layer)
+            score = self.scorer(layer, keys, values, window)[..., tokens]
+        else:
+            pair = shard.layer(layer, tokens)[:2]
+            score = self.scorer.score(layer, pair, pair, {})
+        first, last = (age[tokens] for age in losses.age_ranges(length, window, losses.age_edges(length)))
+        decay, step = self.fitted.rate[str(layer)], self.scorer.decay_step
+        mass = shard.ages(layer, tokens)
+        return losses.intensity(score, decay, mass, first, last, self.base[layer], step, self.schedule.dispersion)
 
     @torch.no_grad()
     def measure(self) -> None:

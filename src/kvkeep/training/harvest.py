@@ -52,16 +52,23 @@ class Shard:
             targets = (name for name in shard.keys() if name.startswith("target."))  # noqa: SIM118  (it is no dict)
             return shard.get_slice(next(targets)).get_shape()[-1]
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values ``[1, H, S, D]`` in float32 and the log target ``[1, H, S]`` of one layer."""
-        with safe_open(self.path, framework="pt") as shard:
-            tensors = [shard.get_tensor(f"{part}.{index}") for part in ("key", "value", "target")]
-        return tuple(tensor.float()[None] for tensor in tensors)
+    def layer(self, index: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values ``[1, H, n, D]`` in float32 and the log target ``[1, H, n]`` of one layer.
 
-    def ages(self, index: int) -> Tensor:
-        """Attention by age ``[1, H, S, ranges]`` of one layer, see :func:`kvkeep.attention_mass.attention_by_age`."""
+        Args:
+            index: of the layer.
+            tokens: ``[n]``, indices of those wanted; None for all.
+        """
+        return tuple(self._read(f"{part}.{index}", tokens) for part in ("key", "value", "target"))
+
+    def ages(self, index: int, tokens: Tensor | None = None) -> Tensor:
+        """Attention by age ``[1, H, n, ranges]`` of one layer, see :func:`kvkeep.attention_mass.attention_by_age`."""
+        return self._read(f"ages.{index}", tokens)
+
+    def _read(self, name: str, tokens: Tensor | None) -> Tensor:
         with safe_open(self.path, framework="pt") as shard:
-            return shard.get_tensor(f"ages.{index}").float()[None]
+            tensor = shard.get_tensor(name)
+        return (tensor if tokens is None else tensor[:, tokens]).float()[None]
 
 
 def harvest(
