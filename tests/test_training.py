@@ -18,7 +18,8 @@ from kvkeep.attention_mass import future_attention
 from kvkeep.scorers import model_fingerprint
 from kvkeep.sparse_attention import live_attention, live_lse
 from kvkeep.training import kvpop, losses
-from kvkeep.training.fit import Fit, LearnedDecay, Schedule
+from kvkeep.training.decay import LearnedDecay
+from kvkeep.training.fit import Fit, Schedule
 from kvkeep.training.harvest import harvest
 from kvkeep.training.state import Log
 from reference import masked_forward
@@ -289,7 +290,9 @@ def test_shards_give_some_tokens_as_they_give_all(model, tmp_path):
     tokens = torch.tensor([5, 3, 69, 12])
     for some, every in zip(shard.layer(1, tokens), shard.layer(1), strict=True):
         assert torch.equal(some, every[:, :, tokens])
-    assert torch.equal(shard.ages(0, tokens), shard.ages(0)[:, :, tokens])
+    mass, first, last = shard.received(0, 4, tokens)
+    assert mass.shape == (1, 2, 4, 3)
+    assert last[2].tolist() == first[2].tolist()
     assert shard.length == 70
 
 
@@ -299,9 +302,23 @@ def test_drawn_tokens_have_the_loss_of_the_whole_on_average(model, tmp_path, met
     scorer = kvkeep.scorers.new(method, model.config, BUDGETS)
     fit = Fit(scorer, [shard], [], Schedule(tokens=8), tmp_path / "run")
     fit.measure()
-    each = [float(fit.loss(shard, 0, tokens)) for tokens in torch.randperm(64).add(2).split(8)]
-    assert sum(each) / 8 == pytest.approx(float(fit.loss(shard, 0)), rel=1e-5)
+    with torch.no_grad():
+        each = [float(fit.loss([shard], 0, [tokens])) for tokens in torch.randperm(64).add(2).split(8)]
+        whole = float(fit.loss([shard], 0))
+    assert sum(each) / 8 == pytest.approx(whole, rel=1e-5)
     assert scorer.stateful == (method == "kvpop")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_of_different_lengths_share_a_step(model, tmp_path, method):
+    """Their pooled loss is the mean over tokens of both, whatever ranges of age the shorter one lacks."""
+    shards = harvest(model, [*texts(1), (Text("long"), random_ids(150, seed=9)[0])], 4, tmp_path, ages=True)
+    fit = Fit(kvkeep.scorers.new(method, model.config, BUDGETS), shards, [], Schedule(), tmp_path / "run")
+    fit.measure()
+    drawn = [torch.arange(2, 66), torch.arange(2, 146)]
+    with torch.no_grad():
+        alone = [float(fit.loss([shard], 1, [tokens])) for shard, tokens in zip(shards, drawn, strict=True)]
+        assert float(fit.loss(shards, 1, drawn)) == pytest.approx((64 * alone[0] + 144 * alone[1]) / 208, rel=1e-5)
 
 
 def test_early_stop_waits_for_its_patience(model, tmp_path):

@@ -1,4 +1,4 @@
-"""Calibrate a scorer's decay by what matters, the loss under eviction, on a few training documents.
+"""Three ways to a scorer's decay: learned through the boundary loss, fitted to the attention by age, chosen by loss.
 
 A decay learned through the boundary loss collapses (labels that share it agree with anything), and recall against the
 teacher falls while loss improves, so neither can choose it. What is chosen from a grid, a few forwards each, is one
@@ -8,10 +8,12 @@ that was fitted to its own attention, one factor for all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
 from kvkeep import policies
@@ -20,6 +22,45 @@ from kvkeep.scorers import Scorer
 
 GRID = (0.0, 0.1, 0.2, 0.3, 0.5)
 FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0)  # of fitted decays
+GAMMA_RANGE = (0.9, 1 - 1e-4)  # of a decay learned by gradient: outside, the labels agree with anything
+START = 0.2  # of a fitted decay, per decay step
+
+
+class LearnedDecay(torch.nn.Module):
+    """``log gamma = logsigmoid(a)`` per layer and head, on the raw log scores (KVpop, section 3)."""
+
+    def __init__(self, scorer: Scorer, gamma: float):
+        super().__init__()
+        start = math.log(gamma / (1 - gamma))
+        shapes = {str(shape.index): shape.kv_heads for shape in scorer.geometry}
+        self.a = torch.nn.ParameterDict(
+            {layer: torch.nn.Parameter(torch.full((heads,), start)) for layer, heads in shapes.items()}
+        )
+
+    def log_gamma(self, layer: int) -> Tensor:
+        return logsigmoid(self.a[str(layer)])
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        low, high = (math.log(gamma / (1 - gamma)) for gamma in GAMMA_RANGE)
+        for a in self.a.values():
+            a.clamp_(low, high)
+
+
+class FittedDecay(torch.nn.Module):
+    """What the log intensity loses per decay step of age, one number >= 0 per layer and head."""
+
+    def __init__(self, scorer: Scorer):
+        super().__init__()
+        shapes = {str(shape.index): shape.kv_heads for shape in scorer.geometry}
+        self.rate = torch.nn.ParameterDict(
+            {layer: torch.nn.Parameter(torch.full((heads,), START)) for layer, heads in shapes.items()}
+        )
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        for rate in self.rate.values():
+            rate.clamp_(min=0.0)
 
 
 def calibrate_decay(

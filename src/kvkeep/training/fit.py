@@ -14,24 +14,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import pad
 
 from kvkeep.budget import Budget
 from kvkeep.lifetimes import chance_recall, recall
 from kvkeep.scorers import Scorer
 from kvkeep.training import losses
+from kvkeep.training.decay import FittedDecay, LearnedDecay
 from kvkeep.training.harvest import Shard
 from kvkeep.training.state import Log, load_state, save_state
 
-GAMMA_RANGE = (
-    0.9,
-    1 - 1e-4,
-)  # of a decay learned by gradient: outside, the labels agree with anything (spec: collapse)
-
-
 LOSSES = ("intensity", "regression", "boundary")
 DECAYS = ("fitted", "calibrated", "learned", "off")
-START = 0.2  # of a fitted decay, per decay step
 
 
 @dataclass(frozen=True)
@@ -42,7 +36,9 @@ class Schedule:
         loss: "intensity" (likelihood of the attention by age, see :mod:`kvkeep.training.losses.intensity`),
             "regression" (smooth L1 on the standardised log target) or "boundary" (KVpop, section 3.3).
         steps, batch: optimiser steps, documents per step.
-        tokens: of each document that a step looks at, drawn at random; None = all. For "intensity" only.
+        tokens: of each document that a step looks at, drawn at random; None = all. For "intensity" only, and not for a
+            scorer with a memory, which reads ``whole`` documents a step instead.
+        whole: see there.
         lr, warmup, betas, weight_decay, clip: AdamW with a linear warm-up, then cosine to 0; clip = gradient norm.
         standardise: whether inputs are standardised per head and dimension on the training documents.
         boundary, margin, balance, tau, queries: of the boundary loss, see :func:`kvkeep.training.losses.boundary`.
@@ -59,6 +55,7 @@ class Schedule:
     steps: int = 500
     batch: int = 8
     tokens: int | None = 128
+    whole: int = 2
     lr: float = 3e-3
     warmup: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
@@ -90,45 +87,11 @@ class Schedule:
             raise ValueError(f"a {self.decay} decay comes from the {needed} loss; with {self.loss} calibrate it")
         if self.tokens is not None and (self.tokens < 1 or self.loss != "intensity"):
             raise ValueError(f"tokens are 1 or more and drawn for the intensity loss only, not {self.tokens}")
-        if self.steps < 1 or self.batch < 1 or self.warmup < 0:
-            raise ValueError(f"steps {self.steps} and batch {self.batch} must be at least 1, warmup {self.warmup} 0")
-
-
-class LearnedDecay(torch.nn.Module):
-    """``log gamma = logsigmoid(a)`` per layer and head, on the raw log scores (KVpop, section 3)."""
-
-    def __init__(self, scorer: Scorer, gamma: float):
-        super().__init__()
-        start = math.log(gamma / (1 - gamma))
-        shapes = {str(shape.index): shape.kv_heads for shape in scorer.geometry}
-        self.a = torch.nn.ParameterDict(
-            {layer: torch.nn.Parameter(torch.full((heads,), start)) for layer, heads in shapes.items()}
-        )
-
-    def log_gamma(self, layer: int) -> Tensor:
-        return logsigmoid(self.a[str(layer)])
-
-    @torch.no_grad()
-    def clamp(self) -> None:
-        low, high = (math.log(gamma / (1 - gamma)) for gamma in GAMMA_RANGE)
-        for a in self.a.values():
-            a.clamp_(low, high)
-
-
-class FittedDecay(torch.nn.Module):
-    """What the log intensity loses per decay step of age, one number >= 0 per layer and head."""
-
-    def __init__(self, scorer: Scorer):
-        super().__init__()
-        shapes = {str(shape.index): shape.kv_heads for shape in scorer.geometry}
-        self.rate = torch.nn.ParameterDict(
-            {layer: torch.nn.Parameter(torch.full((heads,), START)) for layer, heads in shapes.items()}
-        )
-
-    @torch.no_grad()
-    def clamp(self) -> None:
-        for rate in self.rate.values():
-            rate.clamp_(min=0.0)
+        if min(self.steps, self.batch, self.whole) < 1 or self.warmup < 0:
+            raise ValueError(
+                f"steps {self.steps}, batch {self.batch} and whole {self.whole} must be at least 1, "
+                f"warmup {self.warmup} at least 0"
+            )
 
 
 class Fit:
@@ -160,6 +123,8 @@ class Fit:
         self.scorer, self.train, self.held_out, self.schedule = scorer, list(train), list(held_out), schedule
         self.seed, self.progress, self.path = seed, progress, folder / "state.safetensors"
         self.budgets: tuple[Budget, ...] = scorer.budgets
+        self.pooled = schedule.tokens is not None and not scorer.stateful
+        self.batch = schedule.batch if self.pooled or schedule.tokens is None else schedule.whole
         self.learned = LearnedDecay(scorer, schedule.gamma) if schedule.decay == "learned" else None
         self.fitted = FittedDecay(scorer) if schedule.loss == "intensity" else None
         self.module = torch.nn.ModuleDict({"scorer": scorer})
@@ -210,7 +175,7 @@ class Fit:
     def documents(self, step: int) -> list[Shard]:
         """The shards of a step: a fresh seeded shuffle every epoch."""
         chosen = []
-        for position in range(step * self.schedule.batch, (step + 1) * self.schedule.batch):
+        for position in range(step * self.batch, (step + 1) * self.batch):
             epoch, place = divmod(position, len(self.train))
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             chosen.append(self.train[int(torch.randperm(len(self.train), generator=generator)[place])])
@@ -221,14 +186,14 @@ class Fit:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * self.rate(self.step)
         self.optimizer.zero_grad(set_to_none=True)
-        shards, total, tokens = self.documents(self.step), 0.0, 0
-        for place, shard in enumerate(shards):
-            drawn = self.drawn(shard, place)
-            for shape in self.scorer.geometry:
-                loss = self.loss(shard, shape.index, drawn) / (len(shards) * len(self.scorer.geometry))
+        shards, total = self.documents(self.step), 0.0
+        drawn = [self.drawn(shard, place) for place, shard in enumerate(shards)] if self.pooled else None
+        for shape in self.scorer.geometry:
+            for part in [shards] if self.pooled else [[shard] for shard in shards]:
+                loss = self.loss(part, shape.index, drawn) * len(part) / (len(shards) * len(self.scorer.geometry))
                 loss.backward()
                 total += float(loss.detach())
-            tokens += shard.length if drawn is None else drawn.numel()
+        tokens = sum(map(len, drawn)) if self.pooled else sum(shard.length for shard in shards)
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.schedule.clip)
         if not bool(torch.isfinite(norm)):
@@ -252,25 +217,29 @@ class Fit:
         past = (step - self.schedule.warmup) / max(self.schedule.steps - self.schedule.warmup, 1)
         return 0.5 * (1 + math.cos(math.pi * past))
 
-    def drawn(self, shard: Shard, place: int) -> Tensor | None:
-        """Indices of the tokens that a step looks at in its document number ``place``; None for all."""
+    def drawn(self, shard: Shard, place: int) -> Tensor:
+        """Indices of the tokens that a step looks at in its document number ``place``."""
         first, last = self.budgets[0].sinks, shard.length - self.budgets[0].window
-        if self.schedule.tokens is None or last - first <= self.schedule.tokens:
-            return None
-        seed = (self.seed * 7_919 + self.step) * self.schedule.batch + place
+        seed = (self.seed * 7_919 + self.step) * self.batch + place
         generator = torch.Generator().manual_seed(seed)
         return first + torch.randperm(last - first, generator=generator)[: self.schedule.tokens]
 
-    def loss(self, shard: Shard, layer: int, tokens: Tensor | None = None) -> Tensor:
-        """The loss of one layer and document; boundary losses are averaged over the budgets."""
+    def loss(self, shards: Sequence[Shard], layer: int, drawn: Sequence[Tensor] | None = None) -> Tensor:
+        """The loss of one layer, over all tokens of one document or over those drawn from several."""
         schedule, window = self.schedule, self.budgets[0].window
         if schedule.loss == "intensity":
-            return self.intensity(shard, layer, tokens)
+            return self.intensity(shards, layer, drawn)
+        (shard,) = shards
         keys, values, target = shard.layer(layer)
         score = self.scorer(layer, keys, values, window)
         if schedule.loss == "regression":
             mean, std = self.label[layer]
             return losses.regression(score, target, self.budgets[0], mean, std)
+        return self.boundary(score, target, layer)
+
+    def boundary(self, score: Tensor, target: Tensor, layer: int) -> Tensor:
+        """Averaged over the budgets."""
+        schedule = self.schedule
         log_gamma = 0.0 if self.learned is None else self.learned.log_gamma(layer)
         generator = torch.Generator().manual_seed(self.seed * 7_919 + self.step)
         each = [
@@ -288,24 +257,30 @@ class Fit:
                 generator=generator,
             )
             for budget in self.budgets
-            if keys.shape[2] > budget.rest
+            if score.shape[2] > budget.rest
         ]
         return sum(each) / len(each)
 
-    def intensity(self, shard: Shard, layer: int, tokens: Tensor | None) -> Tensor:
+    def intensity(self, shards: Sequence[Shard], layer: int, drawn: Sequence[Tensor] | None) -> Tensor:
         """Of the tokens drawn, or of all that ever compete; without a memory no others are looked at."""
-        window, length = self.budgets[0].window, shard.length
-        if tokens is None:
-            tokens = torch.arange(self.budgets[0].sinks, length - window)
+        window = self.budgets[0].window
+        if drawn is None:
+            drawn = [torch.arange(self.budgets[0].sinks, shard.length - window) for shard in shards]
+        chosen = list(zip(shards, drawn, strict=True))
         if self.scorer.stateful:
-            keys, values, _ = shard.layer(layer)
-            score = self.scorer(layer, keys, values, window)[..., tokens]
+            scores = [self.scorer(layer, *shard.layer(layer)[:2], window)[..., tokens] for shard, tokens in chosen]
+            score = torch.cat(scores, -1)
         else:
-            pair = shard.layer(layer, tokens)[:2]
+            pairs = zip(*(shard.layer(layer, tokens)[:2] for shard, tokens in chosen), strict=True)
+            pair = tuple(torch.cat(each, 2) for each in pairs)
             score = self.scorer.score(layer, pair, pair, {})
-        first, last = (age[tokens] for age in losses.age_ranges(length, window, losses.age_edges(length)))
+        received = [shard.received(layer, window, tokens) for shard, tokens in chosen]
+        ranges = max(mass.shape[-1] for mass, _, _ in received)  # of the longest: the others have none there
+        mass, first, last = (
+            torch.cat([pad(each, (0, ranges - each.shape[-1])) for each in parts], -2)
+            for parts in zip(*received, strict=True)
+        )
         decay, step = self.fitted.rate[str(layer)], self.scorer.decay_step
-        mass = shard.ages(layer, tokens)
         return losses.intensity(score, decay, mass, first, last, self.base[layer], step, self.schedule.dispersion)
 
     @torch.no_grad()
@@ -329,7 +304,8 @@ class Fit:
         budget, received, queries = self.budgets[0], 0.0, 0
         for shard in self.train:
             left = shard.length - budget.window - budget.sinks  # tokens that leave; the oldest sees as many queries
-            received = received + shard.ages(layer)[0, :, budget.sinks : shard.length - budget.window].sum((1, 2))
+            tokens = torch.arange(budget.sinks, shard.length - budget.window)
+            received = received + shard.received(layer, budget.window, tokens)[0][0].sum((1, 2))
             queries += left * (left + 1) // 2
         return (received / max(queries, 1)).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -340,7 +316,7 @@ class Fit:
         for shard in self.held_out:
             for shape in self.scorer.geometry:
                 keys, values, target = shard.layer(shape.index)
-                loss += float(self.loss(shard, shape.index))
+                loss += float(self.loss([shard], shape.index))
                 count += 1
                 score = self.scorer(shape.index, keys, values, self.budgets[0].window)
                 for budget in self.budgets:

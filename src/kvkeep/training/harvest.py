@@ -26,7 +26,7 @@ from kvkeep.policies.full import Full
 from kvkeep.runtime.replay import replay
 from kvkeep.scorers import model_fingerprint
 from kvkeep.sparse_attention import live_lse
-from kvkeep.training.losses import age_edges
+from kvkeep.training.losses import age_edges, age_ranges
 
 TARGET_SOURCES = ("dense", "sparse")
 STORAGE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -48,9 +48,8 @@ class Shard:
     @functools.cached_property
     def length(self) -> int:
         """Tokens of the document."""
-        with safe_open(self.path, framework="pt") as shard:
-            targets = (name for name in shard.keys() if name.startswith("target."))  # noqa: SIM118  (it is no dict)
-            return shard.get_slice(next(targets)).get_shape()[-1]
+        names = self._file.keys()
+        return self._file.get_slice(next(name for name in names if name.startswith("target."))).get_shape()[-1]
 
     def layer(self, index: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values ``[1, H, n, D]`` in float32 and the log target ``[1, H, n]`` of one layer.
@@ -61,13 +60,20 @@ class Shard:
         """
         return tuple(self._read(f"{part}.{index}", tokens) for part in ("key", "value", "target"))
 
-    def ages(self, index: int, tokens: Tensor | None = None) -> Tensor:
-        """Attention by age ``[1, H, n, ranges]`` of one layer, see :func:`kvkeep.attention_mass.attention_by_age`."""
-        return self._read(f"ages.{index}", tokens)
+    def received(self, index: int, window: int, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention by age ``[1, H, n, ranges]`` of some tokens of one layer, and the ages, two ``[n, ranges]``.
+
+        See :func:`kvkeep.attention_mass.attention_by_age` and :func:`kvkeep.training.losses.age_ranges`.
+        """
+        first, last = age_ranges(self.length, window, age_edges(self.length))
+        return self._read(f"ages.{index}", tokens), first[tokens], last[tokens]
+
+    @functools.cached_property
+    def _file(self):
+        return safe_open(self.path, framework="pt")  # mapped, so that many may be open
 
     def _read(self, name: str, tokens: Tensor | None) -> Tensor:
-        with safe_open(self.path, framework="pt") as shard:
-            tensor = shard.get_tensor(name)
+        tensor = self._file.get_tensor(name)
         return (tensor if tokens is None else tensor[:, tokens]).float()[None]
 
 
