@@ -10,7 +10,6 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import kvkeep
 from kvkeep.cli import chat, common, main
-from kvkeep.cli.evaluate import in_turn
 from kvkeep.cli.session import Session
 from kvkeep.runtime.cache import cache_keyword
 from tiny import HANDED
@@ -348,13 +347,3 @@ def test_a_stopped_evaluation_says_how_to_go_on(run, folder, texts, tmp_path, mo
     assert code == 130
     assert "out.json.work; the same command goes on there" in err
     assert not out.exists()
-
-
-def test_documents_are_taken_from_every_kind_in_turn():
-    class Named:
-        def __init__(self, kind):
-            self.kind = kind
-
-    packed = [(Named(kind), None) for kind in "aaaabbc"]
-    assert "".join(document.kind for document, _ in in_turn(packed, 4)) == "aabc"
-    assert in_turn(packed, 99) == in_turn(packed, None) == packed

@@ -159,6 +159,14 @@ def test_stored_texts_carry_no_foreign_licence():
     assert "public domain" in (documents.DATA / "README.md").read_text()
 
 
+def test_documents_are_taken_from_every_kind_in_turn():
+    packed = [(Document(str(n), kind, text=kind), None) for n, kind in enumerate("aaaabbc")]
+    assert "".join(document.kind for document, _ in documents.in_turn(packed, 4)) == "aabc"
+    assert documents.in_turn(packed, 99) == documents.in_turn(packed, None) == packed
+    for fewer, more in ((1, 2), (3, 5), (4, 7)):
+        assert all(pair in documents.in_turn(packed, more) for pair in documents.in_turn(packed, fewer))
+
+
 # ---- the user's files
 
 

@@ -14,8 +14,7 @@ from rich.table import Table
 from kvkeep import policies as registry
 from kvkeep.benchmark.decode import FULL, check, decode
 from kvkeep.cli import common
-from kvkeep.cli.evaluate import check_output
-from kvkeep.evaluation.store import write_atomic
+from kvkeep.evaluation.store import require_writable, write_atomic
 
 BatchesFlag = Annotated[str, typer.Option("--batches", help="Rows decoded together, like 1,4.")]
 RepetitionsFlag = Annotated[int, typer.Option("--repetitions", min=5, help="Measured tokens per row.")]
@@ -44,7 +43,7 @@ def run(
         if name not in FULL:
             registry.create(name, budget)
     check(names, budget, contexts, repetitions)
-    check_output(out)
+    require_writable(out, "--json")
     torch.set_num_threads(1)
     language_model, _ = common.load(model, dtype, device)
     with common.progress_bar() as progress:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvkeep import policies
 from kvkeep.cli import common
-from kvkeep.cli.evaluate import LEGEND, in_turn, measured
+from kvkeep.cli.evaluate import LEGEND, measured
 from kvkeep.cli.session import Session
 from kvkeep.evaluation import documents
 from kvkeep.evaluation.contenders import line_up
@@ -39,7 +39,7 @@ def run(seed: common.SeedFlag = 0) -> None:
     model, tokenizer = common.load(common.DEFAULT_MODEL)
     _side_by_side(console, model, tokenizer)
     texts = documents.bundled(split="demo")
-    packed = in_turn(documents.pack(texts, tokenizer, LENGTH), DOCUMENTS)
+    packed = documents.in_turn(documents.pack(texts, tokenizer, LENGTH), DOCUMENTS)
     console.print(
         f"\nWhat does forgetting cost? The model reads {len(packed)} documents of {LENGTH} tokens as if it wrote them, "
         f"holding {BUDGET}."

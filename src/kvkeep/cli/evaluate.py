@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +17,7 @@ from kvkeep.evaluation import documents
 from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate, first_measured
 from kvkeep.evaluation.gaps import gap_table, gaps
-from kvkeep.evaluation.store import write_atomic
+from kvkeep.evaluation.store import require_writable, write_atomic
 from kvkeep.evaluation.table import recall_table, table
 
 DataFlag = Annotated[list[Path] | None, typer.Option("--data", metavar="FILE...", help="Texts; the bundled ones else.")]
@@ -81,11 +79,11 @@ def run(
     ready = [one for one in contenders if one.scorer is not None or not policies.describe(one.name).learned]
     for budget in tokens if ready else ():
         first_measured(ready, budget, length)
-    check_output(out)
+    require_writable(out, "--json")
     texts = _texts([*(data or []), *(more or [])], kinds)
     language_model, tokenizer = common.load(model, dtype, device)
     packed = documents.pack(texts, tokenizer, length)
-    chosen = in_turn(packed, count)
+    chosen = documents.in_turn(packed, count)
     contenders = _equipped(contenders, language_model, policy_names == "all")
     if packed.skipped:
         print(f"kvkeep: {len(packed.skipped)} documents have fewer than {length} tokens, skipped", file=sys.stderr)
@@ -144,17 +142,6 @@ def show(result: dict[str, Any]) -> None:
         console.print(held, RECALL_LEGEND)
 
 
-def in_turn(packed: Sequence[tuple[Any, Any]], count: int | None) -> list[tuple[Any, Any]]:
-    """At most `count` documents, taken from every kind in turn, in the order they came in."""
-    if count is None:
-        return list(packed)
-    by_kind: dict[str, list[int]] = {}
-    for index, (document, _) in enumerate(packed):
-        by_kind.setdefault(document.kind, []).append(index)
-    turns = [index for index in chain(*zip_longest(*by_kind.values())) if index is not None]
-    return [packed[index] for index in sorted(turns[:count])]
-
-
 def _equipped(contenders: Sequence[Contender], model: Any, drop: bool) -> list[Contender]:
     """Contenders with their scorers; those without one are dropped if `drop`, else an error."""
     found = []
@@ -189,18 +176,3 @@ def _scorers(given: list[str]) -> dict[str, list[tuple[Any, str]]]:
         policies.describe(name)
         scorers.setdefault(name, []).append((kvkeep.load_scorer(folder), folder))
     return scorers
-
-
-def check_output(out: Path | None) -> None:
-    """Finds out before hours of work whether the result could be written after them."""
-    if out is None:
-        return
-    folder = out.absolute().parent
-    if out.is_dir():
-        raise ValueError(f"--json {out} is a folder; it should be a file")
-    if not folder.is_dir():
-        raise ValueError(f"--json {out}: there is no folder {folder}")
-    try:  # asking for permission is not enough: /proc grants it
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"--json {out}: the folder {folder} cannot be written to") from error

@@ -9,7 +9,7 @@ import typer
 
 from kvkeep import scorers
 from kvkeep.cli import common, tune
-from kvkeep.cli.evaluate import DataFlag, in_turn
+from kvkeep.cli.evaluate import DataFlag
 from kvkeep.evaluation import documents
 from kvkeep.training import kvpop
 from kvkeep.training.student import TARGETS
@@ -82,7 +82,8 @@ def run(
     if method in kvpop.METHODS and trained is None:
         scorers.new(method, language_model.config, bounds)  # complains about budgets before anything slow
     whole = tuning is not None and tuning.packing != "cut"
-    packed = in_turn(tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length), count)
+    packed = tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length)
+    packed = documents.in_turn(packed, count)
     options = {
         "seed": seed,
         "resume": resume,

@@ -31,7 +31,7 @@ from kvkeep.evaluation.delay_report import report
 from kvkeep.evaluation.documents import Document
 from kvkeep.evaluation.hints import Hints
 from kvkeep.evaluation.statistics import CONFIDENCE, DRAWS, Interval
-from kvkeep.evaluation.store import Store, key, write_atomic
+from kvkeep.evaluation.store import Store, claim, key, write_atomic
 from kvkeep.policies.base import Policy
 from kvkeep.runtime.replay import replay
 from kvkeep.training import from_scratch, kvpop
@@ -132,7 +132,7 @@ def run(experiment: Experiment, out: str | Path, told: Told | None = None) -> di
     fixed = {
         name: value for name, value in settings.items() if name not in ("presets", "learned", "seeds")
     }  # these may grow
-    _open(out, fixed)
+    claim(out, fixed)
     model = tiny_model(experiment, out / "model", told)
     test = torch.from_numpy(experiment.task.episodes(experiment.test, TEST_SEED))
     store, found = Store(out / "measured"), {}
@@ -297,15 +297,6 @@ def interval(values: ArrayLike, base: ArrayLike | None = None, seed: int = 0) ->
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, [tail, 1 - tail])
     return Interval(float(values.sum() / (len(values) * base.sum())), float(low), float(high))
-
-
-def _open(out: Path, settings: dict[str, Any]) -> None:
-    """Make the folder, which remembers what it is of."""
-    described = out / "settings.json"
-    if described.exists() and json.loads(described.read_text()) != settings:
-        raise ValueError(f"{out} holds an experiment with other settings: take another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomic(described, json.dumps(settings, indent=1))
 
 
 def main(

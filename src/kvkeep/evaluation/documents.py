@@ -13,6 +13,7 @@ import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,17 @@ def _code(split: str, library: Path | None = None) -> Iterator[Document]:
             return
     if wanted == CODE_COUNT[split]:
         raise DocumentError(f"documents of kind 'code' are sources of Python's library: {library} has none")
+
+
+def in_turn(packed: Sequence[tuple[Any, Any]], count: int | None) -> list[tuple[Any, Any]]:
+    """At most `count` documents, taken from every kind in turn, in the order they came in; more hold all of fewer."""
+    if count is None:
+        return list(packed)
+    by_kind: dict[str, list[int]] = {}
+    for index, (document, _) in enumerate(packed):
+        by_kind.setdefault(document.kind, []).append(index)
+    turns = [index for index in chain(*zip_longest(*by_kind.values())) if index is not None]
+    return [packed[index] for index in sorted(turns[:count])]
 
 
 # ---- tokens

@@ -38,6 +38,43 @@ def write_atomic(path: str | Path, text: str) -> None:
         raise
 
 
+def require_writable(path: Path | None, flag: str) -> None:
+    """Finds out before hours of work whether a result could be written after them.
+
+    Args:
+        path: of a file; None is no file.
+        flag: what asked for it, for the message.
+
+    Raises:
+        ValueError: it is a folder, or in one that is not there or cannot be written to.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder; it should be a file")
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {folder}")
+    try:  # asking for permission is not enough: /proc grants it
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: the folder {folder} cannot be written to") from error
+
+
+def claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Makes the folder of an experiment, which remembers in `settings.json` what it is of.
+
+    Raises:
+        ValueError: if it is of another one.
+        OSError: if it cannot be made.
+    """
+    described = folder / "settings.json"
+    if described.exists() and json.loads(described.read_text(encoding="utf-8")) != settings:
+        raise ValueError(f"{folder} holds an experiment with other settings: take another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(described, json.dumps(settings, indent=1))
+
+
 def key(**parts: Any) -> str:
     """A file name for the given parts: equal parts, equal name.
 
