@@ -17,7 +17,8 @@ def loss_by_hand(score, decay, mass, first, last, base, step, dispersion):
         ages = torch.linspace(first[j], last[j], 20_001, dtype=torch.float64)
         expected = float(torch.trapezoid(torch.exp(score - decay * ages / step), ages))
         seen = mass[j] / base
-        total += (seen + dispersion) * math.log(expected + dispersion) - seen * math.log(expected)
+        total += (seen + dispersion) * math.log((expected + dispersion) / (seen + dispersion))
+        total -= seen * math.log(expected / seen)
     return total
 
 
@@ -51,6 +52,7 @@ def test_least_where_score_and_decay_are_those_of_the_attention():
     assert guess.grad.abs().max() < 1e-6
     assert rates.grad.abs().max() < 1e-4
     here = intensity(score, decay, mass, first, last, base)
+    assert here == pytest.approx(0, abs=1e-6)
     for other in ((score + 0.1, decay), (score - 0.1, decay), (score, decay * 1.2), (score, decay * 0.8)):
         assert intensity(*other, mass, first, last, base) > here
 

@@ -34,7 +34,7 @@ def gaps(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[str, Any
             for oracle in oracles if rule is not None else ():
                 if oracle["loss"] >= rule["loss"]:
                     continue
-                losses = [_losses(row) for row in (rule, learned, oracle)]
+                losses = [summed_losses(row) for row in (rule, learned, oracle)]
                 closed = statistics.gap_closed(*losses, seed=seed)
                 found.append(
                     {
@@ -68,6 +68,6 @@ def gap_table(records: Sequence[Mapping[str, Any]]) -> Table:
     return found
 
 
-def _losses(row: Mapping[str, Any]) -> list[float]:
-    """Summed losses per document."""
+def summed_losses(row: Mapping[str, Any]) -> list[float]:
+    """Summed token losses of a row of ``evaluate``, one number a document."""
     return [document["loss"] * document["tokens"] for document in row["per_document"]]

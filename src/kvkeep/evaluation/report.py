@@ -54,7 +54,7 @@ def _ratios(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         shares = [row["low_entropy_ratio"], row["high_entropy_ratio"]]
         shares = ["-" if share is None else f"{share:.3f}" for share in shares]
         cells.append([row["label"], role(row), ratio, *shares, f"{row['realised_compression']:.2f}"])
-    return _grid(["policy", "", "loss ratio", "low", "high", "compression"], cells)
+    return grid(["policy", "", "loss ratio", "low", "high", "compression"], cells)
 
 
 def _kinds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -63,7 +63,7 @@ def _kinds(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     labels = dict.fromkeys(row["label"] for row in rows)
     head = [f"{kind} ({next(row for row in rows if row['kind'] == kind)['documents']})" for kind in kinds]
     lines = [[label, *(f"{cells[label, kind]['loss_ratio']:.3f}" for kind in kinds)] for label in labels]
-    return _grid(["policy", *head], lines)
+    return grid(["policy", *head], lines)
 
 
 def _recalls(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -80,7 +80,7 @@ def _recalls(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "the tokens it chooses from), and the cosine of attention's output with that of the full cache. Monitors, not "
         "goals:"
     )
-    return ["", said, "", *_grid(["", *(row["label"] for row in rows)], lines)]
+    return ["", said, "", *grid(["", *(row["label"] for row in rows)], lines)]
 
 
 def _gaps(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -92,10 +92,11 @@ def _gaps(records: Sequence[Mapping[str, Any]]) -> list[str]:
         cells.append(
             [record["label"], record["budget"], record["kind"], record["rule"], record["oracle"], closed, wins]
         )
-    return _grid(["learned", "budget", "kind", "rule", "oracle", "closed", "wins"], cells)
+    return grid(["learned", "budget", "kind", "rule", "oracle", "closed", "wins"], cells)
 
 
-def _grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The lines of a table."""
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows]]
     return [line.replace("|  |", "| |") for line in lines]
 

@@ -57,7 +57,7 @@ def intensity(
     step: int = 64,
     dispersion: float = 5.0,
 ) -> Tensor:
-    """Negative binomial log likelihood of the attention received per range of age.
+    """Negative binomial deviance of the attention received per range of age: how far from a perfect foresight.
 
     The negative binomial is a Poisson likelihood whose rate varies: with a small dispersion the heaviest tokens
     do not drown the others, with a large one it is Poisson's.
@@ -72,7 +72,8 @@ def intensity(
         dispersion: in queries at the base rate.
 
     Returns:
-        A scalar: the mean over tokens and heads of the sum over ranges, up to a constant. 0 where there are no tokens.
+        A scalar >= 0, the mean over tokens and heads of the sum over ranges: half the deviance, 0 where all that was
+        received was expected, and where there are no tokens.
 
     Raises:
         ValueError: where shapes differ.
@@ -90,5 +91,6 @@ def intensity(
     expected = score.to(wide)[..., None] + exposure  # logs throughout: gates of any size stay finite
     seen = mass.detach().to(wide) / base.to(wide)[:, None, None]
     spread = torch.full_like(expected, math.log(dispersion))
-    loss = (seen + dispersion) * torch.logaddexp(expected, spread) - seen * expected
+    loss = (seen + dispersion) * (torch.logaddexp(expected, spread) - (seen + dispersion).log())
+    loss = loss - seen * expected + torch.xlogy(seen, seen)
     return loss.masked_fill(~held, 0.0).sum() / max(score.numel(), 1)

@@ -1,0 +1,244 @@
+"""What is each part of the recipe worth? One command a question, several seeds, intervals over documents.
+
+    python -m kvkeep.evaluation.ablation decay --out DIR --seeds 3 --report docs/ablations/decay.md
+
+The variants of a question (:mod:`kvkeep.evaluation.ablation_variants`) train their scorers with the same seeds, on the
+same documents where these are not the question; then all read the same held-out documents, beside rules and an oracle.
+The first variant is the reference that the others are compared with, paired by document and by seed. What is finished
+in DIR is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep import scorers
+from kvkeep.evaluation import documents
+from kvkeep.evaluation.ablation_report import report, summary
+from kvkeep.evaluation.ablation_variants import ABLATIONS, OTHERS, Experiment, Variant, ablation
+from kvkeep.evaluation.contenders import Contender, line_up
+from kvkeep.evaluation.evaluate import evaluate
+from kvkeep.evaluation.store import claim, require_writable, write_atomic
+from kvkeep.lifetimes import chance_recall, recall
+from kvkeep.runtime import models
+from kvkeep.training import kvpop
+from kvkeep.training.harvest import harvest
+from kvkeep.training.state import jsonable
+
+Texts = Sequence[tuple[Any, Tensor]]  # what documents.pack returns
+Told = Callable[[str, int, int], None]
+
+
+def run(
+    experiment: Experiment,
+    model: PreTrainedModel,
+    train: Texts,
+    test: Texts,
+    out: str | Path,
+    shards: str | Path | None = None,
+    told: Told | None = None,
+) -> dict[str, Any]:
+    """Run an ablation, or what of it is not done yet.
+
+    Args:
+        experiment: what to run.
+        model: frozen.
+        train: documents to train on, of ``experiment.length`` tokens.
+        test: held out, of the same length.
+        out: everything lives here: checkpoints, what was measured, ``result.json``. Seeds and held-out documents may
+            be added later, anything else needs another folder.
+        shards: where read documents are kept, to share with other ablations; None = ``out/shards``.
+        told: called with (stage, done, total).
+
+    Returns:
+        ``variants``, ``others`` (see :func:`summary`), ``settings``, and ``rows``, those of ``evaluate`` over all
+        documents. JSON-friendly.
+
+    Raises:
+        ValueError: for too few documents, a budget too small, or an ``out`` of another experiment.
+    """
+    out, told = Path(out), told or (lambda stage, done, total: None)
+    folder = out / "shards" if shards is None else Path(shards)
+    claim(out, _checked(experiment, model, train, test))
+    made = {}
+    for seed in range(experiment.seeds):  # a stop then leaves whole comparisons behind
+        for variant in experiment.variants:
+            made[variant.title(seed)] = _trained(experiment, variant, seed, model, train, out, folder, told)
+    contenders = line_up(OTHERS)
+    for seed in range(experiment.seeds):
+        for variant in experiment.variants:
+            plain = Contender(variant.method, label=variant.title(seed))
+            contenders.append(plain.with_scorer(made[plain.label], variant.folder(seed)))
+    found = evaluate(
+        model,
+        test,
+        contenders,
+        [experiment.budget],
+        experiment.length,
+        resume_dir=out / "evaluated",
+        progress=lambda stage, done, total: told(f"evaluate: {stage}", done, total),
+        settings={"model": experiment.model},
+    )
+    recalls = {title: _recall(model, scorer, test, folder) for title, scorer in made.items()}
+    rows = [row for row in found["rows"] if row["kind"] == "all"]
+    result = summary(experiment, rows, recalls)
+    for variant, row in zip(experiment.variants, result["variants"], strict=True):
+        scorer = made[variant.title(0)]
+        row |= {"trained_on": scorer.metadata["documents"], "steps": scorer.metadata["steps"]}
+        row |= {"memory": scorer.state_entries}
+    settings = {part: value for part, value in asdict(experiment).items() if part != "variants"}
+    result = jsonable(result | {"settings": settings | {"evaluation": found["settings"]}, "rows": rows})
+    write_atomic(out / "result.json", json.dumps(result, indent=1, allow_nan=False))
+    return result
+
+
+def _checked(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> dict[str, Any]:
+    """Everything that decides what is trained, after it was found that it can be."""
+    if len(test) < 2:
+        raise ValueError(f"an interval takes two held-out documents or more, not {len(test)}")
+    experiment.check()
+    variants = {}
+    for variant in experiment.variants:
+        if variant.documents is not None and variant.documents >= len(train):
+            raise ValueError(
+                f"variant {variant.name!r} trains on a part of the training documents, but there are only {len(train)}"
+            )
+        recipe = variant.recipe(experiment.steps)
+        scorers.new(variant.method, model.config, [experiment.budget], hidden=recipe.hidden, **recipe.options)
+        variants[variant.name] = {"method": variant.method, "documents": variant.documents, "recipe": asdict(recipe)}
+    return jsonable(
+        {
+            "name": experiment.name,
+            "budget": experiment.budget,
+            "length": experiment.length,
+            "model": scorers.model_fingerprint(model),
+            "data": kvpop.data_fingerprint(train),
+            "variants": variants,
+        }
+    )
+
+
+def _trained(
+    experiment: Experiment,
+    variant: Variant,
+    seed: int,
+    model: PreTrainedModel,
+    train: Texts,
+    out: Path,
+    shards: Path,
+    told: Told,
+) -> scorers.Scorer:
+    """The scorer of a variant and seed, trained unless its checkpoint is there."""
+    folder = out / variant.folder(seed)
+    if not (folder / "config.json").exists():
+        kvpop.train(
+            variant.method,
+            model,
+            documents.in_turn(train, variant.documents),
+            [experiment.budget],
+            folder,
+            variant.recipe(experiment.steps),
+            seed=seed,
+            resume=True,
+            base_model=experiment.model,
+            shards=shards,
+            progress=lambda stage, done, total: told(f"{variant.title(seed)}: {stage}", done, total),
+        )
+    return scorers.load_scorer(folder)
+
+
+@torch.no_grad()
+def _recall(model: PreTrainedModel, scorer: scorers.Scorer, test: Texts, shards: Path) -> tuple[float, float]:
+    """Of the undecayed teacher's top-k, what the undecayed scores hold, mean over layers and documents; and by chance.
+
+    The teacher is the same for all variants, the largest attention of a group's heads, whatever they were trained on.
+    """
+    budget = scorer.budgets[0]
+    pieces = harvest(model, test, budget.window, shards)
+    found = []
+    for piece in pieces:
+        for shape in scorer.geometry:
+            keys, values, target = piece.layer(shape.index)
+            score = scorer(shape.index, keys, values, budget.window).float()
+            found.append(float(recall(target, score, budget).mean()))
+    return float(np.mean(found)), float(np.mean([chance_recall(piece.length, budget) for piece in pieces]))
+
+
+def main(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(ABLATIONS)}.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Everything lives here; done work is kept.")],
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Training runs of every variant.")] = Experiment.seeds,
+    count: Annotated[int, typer.Option("--documents", min=2, help="Held-out documents, of all kinds in turn.")] = 8,
+    budget: Annotated[int, typer.Option("--budget", min=1, help="Tokens per KV head.")] = Experiment.budget,
+    length: Annotated[int, typer.Option("--length", min=3, help="Tokens of a document.")] = Experiment.length,
+    model_name: Annotated[str, typer.Option("--model", help="An alias, folder or hub id.")] = Experiment.model,
+    shards: Annotated[Path | None, typer.Option("--shards", metavar="DIR", help="Read documents, to share.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Of every training; the recipe's if none.")
+    ] = None,
+    train_count: Annotated[int | None, typer.Option("--train-documents", min=2, help="At most so many.")] = None,
+    page: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page of markdown.")] = None,
+) -> None:
+    """Train the variants of a question, several seeds each, and compare what they lose under eviction."""
+    started = time.perf_counter()
+    try:
+        experiment = ablation(
+            name, seeds=seeds, budget=budget, length=length, model=model_name, steps=steps, train_documents=train_count
+        )
+        experiment.check()
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=None)
+
+            def told(stage: str, done: int, total: int) -> None:
+                bar.update(task, description=stage, completed=done, total=total or None)
+
+            model, tokenizer = models.load(model_name, progress=told)
+            packed = (documents.pack(documents.bundled(split=split), tokenizer, length) for split in ("train", "eval"))
+            numbers = (experiment.train_documents, count)
+            train, test = (documents.in_turn(texts, most) for texts, most in zip(packed, numbers, strict=True))
+            if page is not None:
+                page.parent.mkdir(parents=True, exist_ok=True)
+            require_writable(page, "--report")
+            result = run(experiment, model, train, test, out, shards, told)
+    except (ValueError, OSError, NotImplementedError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+    text = report(result, command(experiment, count))
+    typer.echo(text)
+    typer.echo(f"{time.perf_counter() - started:.0f} s", err=True)
+    if page is not None:
+        write_atomic(page, text)
+
+
+def command(experiment: Experiment, count: int) -> str:
+    """What runs an experiment on ``count`` held-out documents."""
+    flags = {
+        "--out": "DIR",
+        "--seeds": experiment.seeds,
+        "--documents": count,
+        "--budget": experiment.budget,
+        "--length": experiment.length,
+        "--train-documents": experiment.train_documents,
+        "--model": experiment.model,
+    }
+    flags |= {} if experiment.steps is None else {"--steps": experiment.steps}
+    given = [str(part) for flag in flags.items() for part in flag]
+    return shlex.join(["python", "-m", "kvkeep.evaluation.ablation", experiment.name, *given])
+
+
+if __name__ == "__main__":
+    typer.run(main)
