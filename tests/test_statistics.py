@@ -46,6 +46,23 @@ def test_one_document_gives_an_interval_without_width():
     assert statistics.bootstrap_ratio([3.0], [2.0]) == (1.5, 1.5, 1.5)
 
 
+def test_difference_is_paired_by_document():
+    # What both lose on the second document cancels; unpaired, the interval would include 0.
+    interval = statistics.bootstrap_difference([11.0, 52.0], [10.0, 50.0], [10.0, 20.0])
+    assert interval == pytest.approx((3 / 30, 1 / 10, 2 / 20))
+
+
+@given(losses, st.integers(0, 100))
+def test_a_difference_is_that_of_ratios_and_of_nothing_to_itself(full, seed):
+    loss, other = (np.array(full) * np.random.default_rng([seed, i]).uniform(0.9, 1.5, len(full)) for i in (0, 1))
+    interval = statistics.bootstrap_difference(loss, other, full, draws=100)
+    ratios = [statistics.pooled_ratio(each, full) for each in (loss, other)]
+    assert interval.value == pytest.approx(ratios[0] - ratios[1])
+    turned = statistics.bootstrap_difference(other, loss, full, draws=100)
+    assert turned == pytest.approx((-interval.value, -interval.high, -interval.low))
+    assert statistics.bootstrap_difference(loss, loss, full, draws=100) == (0, 0, 0)
+
+
 def test_gap_closed_by_hand():
     interval = statistics.gap_closed([10.0, 20.0], [9.0, 17.0], [8.0, 12.0])
     assert interval.value == pytest.approx(4 / 10)
@@ -89,6 +106,8 @@ def test_low_tokens_are_never_less_certain_than_high_ones(entropy):
         (lambda: statistics.pooled_ratio([], []), "no documents"),
         (lambda: statistics.pooled_ratio([np.nan], [1.0]), "not finite"),
         (lambda: statistics.pooled_ratio([1.0], [0.0]), "full-cache loss is 0"),
+        (lambda: statistics.bootstrap_difference([1.0], [1.0], [0.0]), "full-cache loss is 0"),
+        (lambda: statistics.bootstrap_difference([1.0], [1.0, 2.0], [1.0]), r"got shapes \[\[1\], \[2\], \[1\]\]"),
         (lambda: statistics.gap_closed([1.0], [1.0], [1.0]), "no gap to close"),
         (lambda: statistics.low_entropy([[1.0]]), r"got shape \[1, 1\]"),
         (lambda: statistics.low_entropy([1.0], share=1.2), "between 0 and 1"),

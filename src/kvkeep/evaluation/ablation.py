@@ -73,7 +73,11 @@ def run(
     """
     out, told = Path(out), told or (lambda stage, done, total: None)
     folder = out / "shards" if shards is None else Path(shards)
-    claim(out, _checked(experiment, model, train, test))
+    settings = _checked(experiment, model, train, test)
+    for place in (out, folder):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"{place} is a file; it should be a folder")
+    claim(out, settings)
     made = {}
     for seed in range(experiment.seeds):  # a stop then leaves whole comparisons behind
         for variant in experiment.variants:
@@ -108,14 +112,20 @@ def run(
 
 def _checked(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> dict[str, Any]:
     """Everything that decides what is trained, after it was found that it can be."""
-    if len(test) < 2:
-        raise ValueError(f"an interval takes two held-out documents or more, not {len(test)}")
     experiment.check()
+    if min(len(train), len(test)) < 2:
+        raise ValueError(
+            f"an ablation takes two documents or more to train on, and as many held out, not {len(train)}, {len(test)}"
+        )
+    for document, ids in (*train, *test):
+        if ids.numel() != experiment.length:
+            raise ValueError(f"document {document.name!r} has {ids.numel()} tokens, not {experiment.length}")
     variants = {}
     for variant in experiment.variants:
         if variant.documents is not None and variant.documents >= len(train):
             raise ValueError(
-                f"variant {variant.name!r} trains on a part of the training documents, but there are only {len(train)}"
+                f"variant {variant.name!r} trains on {variant.documents} of the training documents, but there are only "
+                f"{len(train)} of {experiment.length} tokens"
             )
         recipe = variant.recipe(experiment.steps)
         scorers.new(variant.method, model.config, [experiment.budget], hidden=recipe.hidden, **recipe.options)

@@ -14,6 +14,13 @@ from kvkeep.evaluation.gaps import gaps, summed_losses
 from kvkeep.evaluation.report import grid
 from kvkeep.evaluation.table import role
 
+LEGEND = (
+    "**Loss ratio**: loss under the policy over loss with the full cache on the same tokens. Every document's loss is "
+    "averaged over seeds first, then a 95 % bootstrap interval over documents. **Recall**: of the top-k of KVpop's "
+    "teacher (undecayed, the largest attention of a group's heads) what the undecayed scores hold on the held-out "
+    "documents, mean over seeds, beside chance. **Gap closed**: of that between the best rule, named, and `{oracle}`."
+)
+
 
 def summary(
     experiment: Experiment, rows: Sequence[Mapping[str, Any]], recalls: Mapping[str, tuple[float, float]]
@@ -39,8 +46,8 @@ def summary(
     reference, found = experiment.variants[0], []
     for variant in experiment.variants:
         name, held = variant.name, [recalls[variant.title(seed)] for seed in range(experiment.seeds)]
-        others_by_seed = zip(runs[name], runs[reference.name], strict=True)
-        by_seed = [one["loss_ratio"] - its["loss_ratio"] for one, its in others_by_seed]
+        pairs = zip(runs[name], runs[reference.name], strict=True)
+        by_seed = [one["loss_ratio"] - its["loss_ratio"] for one, its in pairs]
         found.append(
             {
                 "variant": name,
@@ -104,50 +111,46 @@ def report(result: Mapping[str, Any], command: str) -> str:
         result: what :func:`kvkeep.evaluation.ablation.run` returns, or its JSON read back.
         command: what printed it.
     """
-    settings, variants = result["settings"], result["variants"]
-    reference, others = variants[0], variants[1:]
-    seeds, name = settings["seeds"], variants[0]["variant"]
-    lines = [
-        f"# Ablation: {settings['name']}",
+    variants, others = result["variants"], result["others"]
+    name, oracle = variants[0]["variant"], next(row["policy"] for row in others if row["role"] == "oracle")
+    lines = [f"# Ablation: {result['settings']['name']}", "", f"Printed by `{command}`.", "", *_asked(result), ""]
+    head = ["variant", "method", f"differs from `{name}` in", "training documents", "steps", "memory"]
+    lines += [
+        *grid(head, [_made(row) for row in variants]),
         "",
-        f"Printed by `{command}`.",
+        LEGEND.format(oracle=oracle),
         "",
+    ]
+    head = ["variant", "documents", "seeds", "recall", "loss ratio", "by seed", "gap closed"]
+    lines += [
+        *grid(head, [_found(row) for row in variants]),
+        "",
+        f"Difference in loss ratio to `{name}`, below 0 where less is lost. Paired by document for the interval and by "
+        "seed for the range, for documents are not the only source of noise:",
+        "",
+    ]
+    head = ["variant", "difference", "range over seeds", "documents won"]
+    lines += [
+        *grid(head, [_compared(row) for row in variants[1:]]),
+        "",
+        *(f"* {verdict(row, name)}" for row in variants[1:]),
+        "",
+        "What is not trained, on the same documents:",
+        "",
+        *grid(["policy", "", "loss ratio"], [[r["policy"], r["role"], _interval(r["loss_ratio"])] for r in others]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _asked(result: Mapping[str, Any]) -> list[str]:
+    settings, seeds = result["settings"], result["settings"]["seeds"]
+    return [
         settings["question"],
         "",
         f"Model {settings['model']}, {settings['evaluation']['dtype']}; {settings['budget']} tokens per KV head for "
-        f"every policy, a scorer's memory included; {reference['documents']} held-out documents of "
-        f"{settings['length']} tokens; {seeds} seed{'s' if seeds > 1 else ''} of training.",
-        "",
-        *grid(
-            ["variant", "method", f"differs from `{name}` in", "training documents", "steps", "memory"],
-            [_made(row) for row in variants],
-        ),
-        "",
-        "Loss under the policy over loss with the full cache on the same tokens; every document's loss is averaged over "
-        "seeds, then a 95 % bootstrap interval over documents. *recall*: of the top-k of KVpop's teacher (undecayed, "
-        "the largest of a group's heads) what the undecayed scores hold on the held-out documents, mean over seeds, "
-        f"beside chance. *gap closed*: between the best rule and `{_oracle(result)}`.",
-        "",
-        *grid(
-            ["variant", "documents", "seeds", "recall", "loss ratio", "by seed", "gap closed"],
-            [_found(row) for row in variants],
-        ),
-        "",
-        f"Difference in loss ratio to `{name}`, below 0 where less is lost; paired: the interval over documents, the "
-        "range over seeds.",
-        "",
-        *grid(["variant", "difference", "range over seeds", "documents won"], [_compared(row) for row in others]),
-        "",
-        *(f"* {verdict(row, name)}" for row in others),
-        "",
-        "The others, which are not trained:",
-        "",
-        *grid(
-            ["policy", "", "loss ratio"],
-            [[row["policy"], row["role"], _interval(row["loss_ratio"])] for row in result["others"]],
-        ),
+        f"every policy, the memory of a scorer included; {result['variants'][0]['documents']} held-out documents of "
+        f"{settings['length']} tokens; {seeds} training run{'s' if seeds > 1 else ''} of every variant.",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def verdict(row: Mapping[str, Any], reference: str) -> str:
@@ -194,7 +197,3 @@ def _compared(row: Mapping[str, Any]) -> list[Any]:
 def _interval(ratio: Sequence[float]) -> str:
     value, low, high = ratio
     return f"{value:.4f} [{low:.4f}, {high:.4f}]"
-
-
-def _oracle(result: Mapping[str, Any]) -> str:
-    return next(row["policy"] for row in result["others"] if row["role"] == "oracle")
