@@ -5,14 +5,15 @@ import io
 import pytest
 from rich.console import Console
 
-from kvkeep.evaluation.gaps import gap_table, gaps
+from kvkeep.evaluation.gaps import comparisons, gap_table, gaps, seeds_together
 from kvkeep.evaluation.report import markdown
 
 
-def row(policy, losses, kind="all", budget=128, scorer=None):
+def row(policy, losses, kind="all", budget=128, scorer=None, seed=None, preset=None):
     per_document = [{"document": str(i), "loss": loss, "full_loss": 1.0, "tokens": 10} for i, loss in enumerate(losses)]
     loss = sum(losses) / len(losses)
     base = {"policy": policy, "label": policy, "scorer": scorer, "kind": kind, "budget": budget}
+    base |= {"seed": seed, "preset": preset, "league": None}
     return base | {"loss": loss, "loss_ratio": loss, "per_document": per_document}
 
 
@@ -42,6 +43,38 @@ def test_kinds_and_budgets_are_compared_among_themselves():
     ]
 
 
+SEEDS = [
+    row("kvpop", [1.3, 1.2, 1.7], scorer="a", seed=0, preset="best") | {"label": "kvpop (a)"},
+    row("kvpop", [1.1, 1.2, 1.3], scorer="b", seed=1, preset="best") | {"label": "kvpop (b)"},
+    row("kvpop", [1.0, 1.0, 1.0], scorer="c", seed=1, preset="published") | {"label": "kvpop (c)"},
+]
+
+
+def test_seeds_are_averaged_per_document_and_nothing_else_is():
+    together, alone = seeds_together(SEEDS)
+    assert together["label"] == "kvpop (best), mean of 2 seeds"
+    assert [document["loss"] for document in together["per_document"]] == pytest.approx([1.2, 1.2, 1.5])
+    assert together["loss"] == pytest.approx(1.3)
+    assert alone == SEEDS[2]
+    assert [document["loss"] for document in SEEDS[0]["per_document"]] == [1.3, 1.2, 1.7], "the rows are left alone"
+
+
+def test_gap_of_the_seeds_together_stands_beside_each_seed():
+    found = {record["label"]: record["closed"] for record in gaps([*ROWS, *SEEDS]) if record["oracle"] == "golden"}
+    assert found["kvpop (best), mean of 2 seeds"] == pytest.approx((found["kvpop (a)"] + found["kvpop (b)"]) / 2)
+    assert list(found) == ["kvpop_mlp", "kvpop (a)", "kvpop (b)", "kvpop (c)", "kvpop (best), mean of 2 seeds"]
+
+
+def test_learned_policies_are_compared_in_pairs_by_document():
+    rows = [*ROWS, *SEEDS[:2]]
+    (found,) = comparisons(rows)
+    assert (found["label"], found["reference"]) == ("kvpop (best), mean of 2 seeds", "kvpop_mlp")
+    assert found["difference"] == pytest.approx((1.2 + 1.2 + 1.5 - 1.3 - 1.2 - 1.7) / 3)
+    assert found["ci"][0] <= found["difference"] <= found["ci"][1]
+    assert found["wins"] == 2
+    assert comparisons(ROWS) == [], "one learned policy has no rival"
+
+
 def test_table_shows_all_documents_only():
     more = [row(r["policy"], [d["loss"] for d in r["per_document"]], "code", 128, r["scorer"]) for r in ROWS]
     console = Console(width=120, record=True, file=io.StringIO())
@@ -59,7 +92,8 @@ def test_nothing_learned_means_no_gap():
 def test_markdown_has_a_table_per_budget_and_only_numbers_of_the_result():
     extra = {"documents": 3, "length": 99, "loss_ratio_ci": [1.0, 2.0], "full_loss": 1.0, "realised_compression": 0.5}
     extra |= {"low_entropy_ratio": None, "high_entropy_ratio": 1.25}
-    page = markdown({"rows": [r | extra for r in ROWS], "settings": {"model": "m", "dtype": "float32"}})
+    page = markdown({"rows": [r | extra for r in [*ROWS, *SEEDS[:2]]], "settings": {"model": "m", "dtype": "float32"}})
     assert "3 documents of 99 tokens" in page
     assert "| h2o | rule | 1.600 [1.000, 2.000] * | - | 1.250 | 0.50 |" in page
     assert "| kvpop_mlp | 128 | all | h2o | golden | 0.50 [" in page
+    assert "| kvpop (best), mean of 2 seeds | kvpop_mlp | 128 | -0.1000 [" in page

@@ -1,8 +1,9 @@
-"""How much of the gap between the best rule and an oracle each learned policy closes, from rows of an evaluation."""
+"""What training bought, from rows of an evaluation: gaps closed, seeds together, learned against learned."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from rich.table import Table
@@ -21,16 +22,18 @@ def gaps(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[str, Any
         seed: of the bootstrap.
 
     Returns:
-        One record per learned row and oracle: budget, kind, label, rule, oracle, documents, ``closed`` = (rule -
-        learned) / (rule - oracle) on pooled losses, ``ci`` of a paired bootstrap over documents, and ``wins``, the
-        documents on which the learned policy loses less than the rule. Oracles no better than the rule are left out.
+        One record per learned row, or mean of seeds, and oracle: budget, kind, label, rule, oracle, documents,
+        ``closed`` = (rule - learned) / (rule - oracle) on pooled losses, ``ci`` of a paired bootstrap over documents,
+        and ``wins``, the documents on which the learned policy loses less than the rule. Oracles no better than the
+        rule are left out.
     """
     found = []
     for budget, kind in dict.fromkeys((row["budget"], row["kind"]) for row in rows):
         peers = [row for row in rows if (row["budget"], row["kind"]) == (budget, kind)]
         rule = best_rule(peers)
         oracles = [row for row in peers if role(row) == "oracle"]
-        for learned in [row for row in peers if role(row) == "learned"]:
+        learned_rows = [row for row in peers if role(row) == "learned"]
+        for learned in [*learned_rows, *(row for row in seeds_together(learned_rows) if row not in learned_rows)]:
             for oracle in oracles if rule is not None else ():
                 if oracle["loss"] >= rule["loss"]:
                     continue
@@ -49,6 +52,64 @@ def gaps(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[str, Any
                         "wins": sum(mine < its for mine, its in zip(losses[1], losses[0], strict=True)),
                     }
                 )
+    return found
+
+
+def seeds_together(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one budget and kind, those that differ in nothing but the training seed averaged into one.
+
+    Losses are averaged per document, so that what a bootstrap over documents says holds for a typical seed, not
+    for an ensemble. A row that stands alone stays as it is.
+    """
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["policy"], row["preset"], row["league"]), []).append(row)
+    found = []
+    for (policy, preset, _), group in groups.items():
+        if len({row["seed"] for row in group}) < 2:
+            found += map(dict, group)
+            continue
+        documents = [
+            dict(each[0]) | {"loss": sum(document["loss"] for document in each) / len(each)}
+            for each in zip(*(row["per_document"] for row in group), strict=True)
+        ]
+        loss = sum(row["loss"] for row in group) / len(group)
+        label = (
+            f"{policy} ({preset}), mean of {len(group)} seeds" if preset else f"{policy}, mean of {len(group)} seeds"
+        )
+        found.append(dict(group[0]) | {"label": label, "seed": None, "loss": loss, "per_document": documents})
+    return found
+
+
+def comparisons(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Every pair of learned policies, seeds together, over all documents.
+
+    Args:
+        rows: of ``evaluate``.
+        seed: of the bootstrap.
+
+    Returns:
+        One record per budget and pair: ``label``, ``reference``, documents, ``difference`` of the loss ratios (below 0
+        where the first loses less), its paired ``ci``, and ``wins``, the documents on which the first loses less.
+    """
+    found = []
+    for budget in dict.fromkeys(row["budget"] for row in rows):
+        peers = [row for row in rows if row["budget"] == budget and row["kind"] == "all" and role(row) == "learned"]
+        for reference, row in combinations(seeds_together(peers), 2):
+            full = [document["full_loss"] * document["tokens"] for document in row["per_document"]]
+            losses = summed_losses(row), summed_losses(reference)
+            difference = statistics.bootstrap_difference(*losses, full, seed=seed)
+            found.append(
+                {
+                    "budget": budget,
+                    "label": row["label"],
+                    "reference": reference["label"],
+                    "documents": len(full),
+                    "difference": difference.value,
+                    "ci": [difference.low, difference.high],
+                    "wins": sum(mine < its for mine, its in zip(*losses, strict=True)),
+                }
+            )
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkeep.evaluation.gaps import gaps
+from kvkeep.evaluation.gaps import comparisons, gaps
 from kvkeep.evaluation.table import best_rule, role
 
 RECALL_LINES = {"recall": "recall", "by chance": "recall_chance", "output cosine": "output_cosine"}
@@ -41,6 +41,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     if records:
         lines += ["", "### Gap closed between the best rule and an oracle", ""]
         lines += _gaps(records)
+    pairs = comparisons(rows)
+    if pairs:
+        lines += ["", "### Learned policies against each other", ""]
+        lines += ["Difference of loss ratios, paired by document; below 0 where the first loses less:", ""]
+        lines += _pairs(pairs)
     return "\n".join(lines) + "\n"
 
 
@@ -93,6 +98,16 @@ def _gaps(records: Sequence[Mapping[str, Any]]) -> list[str]:
             [record["label"], record["budget"], record["kind"], record["rule"], record["oracle"], closed, wins]
         )
     return grid(["learned", "budget", "kind", "rule", "oracle", "closed", "wins"], cells)
+
+
+def _pairs(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = []
+    for record in records:
+        low, high = record["ci"]
+        difference = f"{record['difference']:+.4f} [{low:+.4f}, {high:+.4f}]"
+        wins = f"{record['wins']} of {record['documents']}"
+        cells.append([record["label"], record["reference"], record["budget"], difference, wins])
+    return grid(["policy", "against", "budget", "difference", "wins"], cells)
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
