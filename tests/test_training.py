@@ -141,7 +141,7 @@ def test_resumed_run_is_the_uninterrupted_one(model, tmp_path, method, preset):
     settings = kvpop.recipe(preset, steps=7, evaluate_every=3, save_every=2, calibrate_on=1, decays=(0.0, 0.3))
     arguments = (method, model, texts(4), BUDGETS)
     straight = kvpop.train(*arguments, tmp_path / "straight", settings, shards=tmp_path / "shards")
-    ends = iter((1, 2, 5, 6, None))
+    ends = iter((1, 2, 5, 6, 7, None))
 
     class Killed(Exception):
         pass
@@ -161,6 +161,7 @@ def test_resumed_run_is_the_uninterrupted_one(model, tmp_path, method, preset):
             with pytest.raises(Killed):
                 kvpop.train(*arguments, tmp_path / "resumed", settings, **options)
     assert resumed.fingerprint() == straight.fingerprint()
+    assert resumed.metadata["metrics"] == straight.metadata["metrics"]
     logs = []
     for run in ("straight", "resumed"):
         lines = (tmp_path / run / "run" / "log.jsonl").read_text().splitlines()

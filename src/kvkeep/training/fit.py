@@ -165,6 +165,8 @@ class Fit:
                 )
             if self.progress is not None:
                 self.progress("fit", self.step, self.schedule.steps)
+        if self.held_out and not metrics:  # killed after the last step, and resumed
+            metrics = self.evaluate()
         self.finish()
         return metrics
 
