@@ -117,10 +117,14 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(model, tmp_path, me
     assert loaded.metadata["base_fingerprint"] == model_fingerprint(model)
     assert loaded.metadata["data_fingerprint"] == kvpop.data_fingerprint(texts(6))
     assert loaded.metadata["recipe"]["schedule"]["steps"] == 30
+    held_out = loaded.metadata["metrics"]["held_out"]
+    assert held_out["documents"] == 1
+    for name in ("loss", "recall", "chance"):
+        assert held_out[name]["value"] == pytest.approx(log[-1][f"held_out_{name}"])
+        assert held_out[name]["interval"][0] <= held_out[name]["value"] <= held_out[name]["interval"][1]
     decays = torch.stack([loaded.layer(layer.index).log_gamma for layer in loaded.geometry])
     if preset == "published":
         assert (decays < 0).all()
-        assert loaded.metadata["metrics"]["held_out"]["loss"] == log[-1]["held_out_loss"]
     else:
         ratios = loaded.metadata["metrics"]["calibration"]
         factor = float(min(ratios, key=ratios.get))

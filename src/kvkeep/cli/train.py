@@ -105,11 +105,11 @@ def report(scorer: scorers.Scorer, count: int, out: Path) -> None:
     """What was learned, in a few lines."""
     metrics = scorer.metadata["metrics"]
     held_out = metrics["held_out"]
-    if held_out:
-        recall = (
-            f", recall {held_out['recall']:.2f} (by chance {held_out['chance']:.2f})" if "recall" in held_out else ""
-        )
-        typer.echo(f"held-out loss {held_out['loss']:.4f}{recall}")
+    if "loss" in held_out:
+        value = {name: held_out[name]["value"] for name in ("loss", "recall", "chance") if name in held_out}
+        low_high = "[{:.4f}, {:.4f}]".format(*held_out["loss"]["interval"])
+        recall = f", recall {value['recall']:.2f} (by chance {value['chance']:.2f})" if "recall" in value else ""
+        typer.echo(f"held-out loss {value['loss']:.4f} {low_high}{recall} over {held_out['documents']} documents")
     fitted = scorer.metadata["recipe"]["schedule"]["decay"] == "fitted"
     for decay, ratio in metrics.get("calibration", {}).items():
         what = "fitted decay times" if fitted else f"decay per {scorer.decay_step} tokens"

@@ -60,7 +60,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         lines += ["## How it was made", "", "```", str(metadata["command"]), "```", ""]
     if record["metrics"]:
         lines += ["## Measured", "", "| | value | 95 % interval |", "|---|---|---|"]
-        lines += [_row(name, value) for name, value in record["metrics"].items()] + [""]
+        lines += [row for name, value in record["metrics"].items() for row in _rows(name, value)] + [""]
     return "\n".join(lines)
 
 
@@ -68,11 +68,14 @@ def _slots(budget: Mapping[str, int]) -> int:
     return budget["sinks"] + budget["window"] + budget["topk"] + budget["interval"]
 
 
-def _row(name: str, metric: Any) -> str:
-    if not isinstance(metric, Mapping) or "value" not in metric:
-        return f"| {name} | {_number(metric)} | |"
+def _rows(name: str, metric: Any) -> list[str]:
+    """One row a number; what is grouped in a mapping is named after the group too."""
+    if isinstance(metric, Mapping) and "value" not in metric:
+        return [row for part, value in metric.items() for row in _rows(f"{name}: {part}", value)]
+    if not isinstance(metric, Mapping):
+        return [f"| {name} | {_number(metric)} | |"]
     interval = metric.get("interval")
-    return f"| {name} | {_number(metric['value'])} | {' to '.join(map(_number, interval)) if interval else ''} |"
+    return [f"| {name} | {_number(metric['value'])} | {' to '.join(map(_number, interval)) if interval else ''} |"]
 
 
 def _number(value: Any) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep.budget import Budget
+from kvkeep.evaluation.statistics import Interval, bootstrap_ratio
 from kvkeep.lifetimes import chance_recall, recall
 from kvkeep.scorers import Scorer
 from kvkeep.training import losses
@@ -135,15 +136,15 @@ class Fit:
             groups.append({"params": list(decay.parameters()), "lr": 0.0, "peak": peak})
         self.optimizer = torch.optim.AdamW(groups, betas=schedule.betas, weight_decay=schedule.weight_decay)
         self.step, self.best, self.waited, self.label, self.base = 0, math.inf, 0, {}, {}
+        self.per_document: dict[str, list[float]] = {}
         if resume and self.path.exists():
             record = load_state(self.path, self.module, self.optimizer)
             self.step, self.best, self.waited = record["step"], record["best"], record["waited"]
         self.log = Log(folder / "log.jsonl", self.step)
 
-    def run(self) -> dict[str, float]:
-        """Fit to the end; returns the last held-out metrics (empty without held-out shards)."""
+    def run(self) -> dict[str, Interval]:
+        """Fit to the end; returns the last held-out metrics with intervals over documents (none without such)."""
         self.measure()
-        metrics: dict[str, float] = {}
         while self.step < self.schedule.steps and not self.stopped:
             started = time.perf_counter()
             record = {"step": self.step, **self.update()}
@@ -165,10 +166,10 @@ class Fit:
                 )
             if self.progress is not None:
                 self.progress("fit", self.step, self.schedule.steps)
-        if self.held_out and not metrics:  # killed after the last step, and resumed
-            metrics = self.evaluate()
+        if self.held_out and not self.per_document:  # killed after the last step, and resumed
+            self.evaluate()
         self.finish()
-        return metrics
+        return {name: bootstrap_ratio(each, [1.0] * len(each)) for name, each in self.per_document.items()}
 
     @property
     def stopped(self) -> bool:
@@ -313,22 +314,28 @@ class Fit:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and recall against the undecayed teacher on the held-out shards, beside recall by chance."""
-        loss, found, by_chance, count = 0.0, [], [], 0
+        """Loss and recall against the undecayed teacher on the held-out shards, beside recall by chance.
+
+        Their means; what every document has to say is kept in ``per_document``.
+        """
+        self.per_document = {}
         for shard in self.held_out:
-            for shape in self.scorer.geometry:
-                keys, values, target = shard.layer(shape.index)
-                loss += float(self.loss([shard], shape.index))
-                count += 1
-                score = self.scorer(shape.index, keys, values, self.budgets[0].window)
-                for budget in self.budgets:
-                    if keys.shape[2] > budget.rest:
-                        found.append(float(recall(target, score.float(), budget).mean()))
-                        by_chance.append(chance_recall(keys.shape[2], budget))
-        mean = {"loss": loss / count}
-        if found:
-            mean |= {"recall": sum(found) / len(found), "chance": sum(by_chance) / len(by_chance)}
-        return mean
+            layers = [self._held_out(shard, shape.index) for shape in self.scorer.geometry]
+            for name in layers[0]:
+                mean = sum(layer[name] for layer in layers) / len(layers)
+                self.per_document.setdefault(name, []).append(mean)
+        return {name: sum(values) / len(values) for name, values in self.per_document.items()}
+
+    def _held_out(self, shard: Shard, layer: int) -> dict[str, float]:
+        measured = {"loss": float(self.loss([shard], layer))}
+        budgets = [budget for budget in self.budgets if shard.length > budget.rest]
+        if budgets:
+            keys, values, target = shard.layer(layer)
+            score = self.scorer(layer, keys, values, self.budgets[0].window).float()
+            found = [float(recall(target, score, budget).mean()) for budget in budgets]
+            by_chance = [chance_recall(shard.length, budget) for budget in budgets]
+            measured |= {"recall": sum(found) / len(found), "chance": sum(by_chance) / len(by_chance)}
+        return measured
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -179,7 +179,8 @@ def train(
     held = min(max(round(settings.held_out * len(pieces)), 1 if settings.held_out else 0), len(pieces) - 1)
     cut = len(pieces) - held
     fit = Fit(scorer, pieces[:cut], pieces[cut:], settings.schedule, run, resume, seed, progress)
-    metrics: dict[str, Any] = {"held_out": fit.run()}
+    held_out = {name: {"value": found.value, "interval": [found.low, found.high]} for name, found in fit.run().items()}
+    metrics: dict[str, Any] = {"held_out": held_out | {"documents": held}}
     if settings.schedule.decay in ("fitted", "calibrated"):
         fitted = settings.schedule.decay == "fitted"
         grid = settings.decays or (FACTORS if fitted else GRID)
