@@ -93,6 +93,14 @@ def test_shards_are_read_once_and_never_half_written(model, tmp_path):
     assert other[0].path != first[0].path, "a shard of another window was taken for this one"
 
 
+def test_shards_with_ages_serve_those_who_need_none(model, tmp_path):
+    with_ages = harvest(model, texts(2), 4, tmp_path / "both", ages=True)
+    assert harvest(model, texts(2), 4, tmp_path / "both") == with_ages
+    without = harvest(model, texts(2), 4, tmp_path / "plain")
+    assert harvest(model, texts(2), 4, tmp_path / "plain", ages=True) != without, "ages cannot be had from nothing"
+    assert torch.equal(without[0].layer(1)[2], with_ages[0].layer(1)[2])
+
+
 def test_storage_that_overflows_is_refused(model, tmp_path):
     loud = tiny_model(dtype=torch.float32)
     loud.model.layers[0].self_attn.v_proj.weight *= 1e6

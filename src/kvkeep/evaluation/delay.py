@@ -194,6 +194,7 @@ def _contenders(
                 preset,
                 experiment.steps,
                 batch=experiment.batch,
+                whole=experiment.batch,
                 lr=experiment.lr if preset == "best" else None,
                 hidden=experiment.hidden,
                 storage="float32",

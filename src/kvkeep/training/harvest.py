@@ -29,6 +29,7 @@ from kvkeep.sparse_attention import live_lse
 from kvkeep.training.losses import age_edges, age_ranges
 
 TARGET_SOURCES = ("dense", "sparse")
+AGES = (age_edges(2)[1],)  # what a shard's name says besides where it has ages: their width
 STORAGE = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -121,20 +122,23 @@ def harvest(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = [model_fingerprint(model), window, group, count_normalised, eps, target_source, storage, repr(policy)]
-    settings += [age_edges(2)[1]] if ages else []  # digests without ages are those of earlier versions
     target = {"group": group, "count_normalised": count_normalised, "eps": eps}
     shards = []
     for done, (document, ids) in enumerate(documents):
         if progress is not None:
             progress("harvest", done, len(documents))
-        digest = hashlib.sha256(json.dumps([settings, ids.tolist()]).encode()).hexdigest()[:24]
-        shard = Shard(document.name, folder / f"{digest}.safetensors")
+        plain, aged = (folder / f"{_digest([*settings, *more], ids)}.safetensors" for more in ((), AGES))
+        shard = Shard(document.name, aged if ages or aged.exists() else plain)  # ages do no harm to who needs none
         if not shard.path.exists():
             _write(shard, _read(model, ids, policy, window, target, target_source, STORAGE[storage], ages))
         shards.append(shard)
     if progress is not None:
         progress("harvest", len(documents), len(documents))
     return shards
+
+
+def _digest(settings: list, ids: Tensor) -> str:
+    return hashlib.sha256(json.dumps([settings, ids.tolist()]).encode()).hexdigest()[:24]
 
 
 def _read(
