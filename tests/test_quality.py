@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from kvkeep import policies
+from kvkeep import load_scorer, policies
 from kvkeep.evaluation import documents
-from kvkeep.evaluation.contenders import line_up
+from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate
+from kvkeep.evaluation.gaps import gaps
 from kvkeep.evaluation.table import role
 from kvkeep.runtime import models
 
@@ -32,6 +33,21 @@ def test_golden_is_far_below_every_rule_on_code_and_procedural_documents():
         for share in ("low", "high")
     )
     assert all(low[rule] > high[rule] for rule in rules), "the tokens a model is sure of suffer most (table 1)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["kvpop_mlp"])
+def test_shipped_scorer_beats_every_rule_on_held_out_text(method):
+    """128 tokens per KV head: docs/results.md in small, four documents of three kinds."""
+    torch.set_num_threads(1)
+    model, tokenizer = models.load("smollm2-135m")
+    chosen = [pack("docs", tokenizer)[0], pack("code", tokenizer)[0], *pack("procedural", tokenizer)[:2]]
+    contenders = line_up(["streaming", "tova", "h2o_decayed", "future_mass"])
+    contenders.append(Contender(method).with_scorer(load_scorer(f"smollm2-135m/{method}"), "shipped"))
+    rows = [row for row in evaluate(model, chosen, contenders, [128], LENGTH)["rows"] if row["kind"] == "all"]
+    (gap,) = gaps(rows)
+    assert gap["closed"] > 0.25
+    assert gap["wins"] >= 3
 
 
 def pack(kind, tokenizer):

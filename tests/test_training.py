@@ -101,6 +101,28 @@ def test_shards_with_ages_serve_those_who_need_none(model, tmp_path):
     assert torch.equal(without[0].layer(1)[2], with_ages[0].layer(1)[2])
 
 
+def test_kvpop_starts_as_the_scorer_it_is_given(model, tmp_path):
+    """Its memory weighs nothing at first: the scores are the other's, and training moves them."""
+    options = {"shards": tmp_path / "shards"}
+    start = kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path / "mlp", small(hidden=8), **options)
+    fresh = kvkeep.scorers.new("kvpop", model.config, BUDGETS, hidden=8)
+    generator = torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
+    for shape in fresh.geometry:
+        fresh.layer(shape.index).start_from(start.layer(shape.index))
+        theirs = start.layer(shape.index)
+        raw = start(shape.index, keys, values, 4)[..., :26] * theirs.score_std[:, None] + theirs.score_mean[:, None]
+        assert torch.allclose(fresh(shape.index, keys, values, 4)[..., :26], raw, atol=1e-5)
+    made = kvpop.train("kvpop", model, texts(3), BUDGETS, tmp_path / "kvpop", small(hidden=8), start=start, **options)
+    assert made.layer(0).w1[:, :8].abs().max() > 0, "the memory learned nothing"
+    assert torch.equal(made.layer(0).input_mean, start.layer(0).input_mean)
+    with pytest.raises(ValueError, match="a readout 4 wide cannot start from a scorer 8 wide"):
+        kvpop.train("kvpop", model, texts(3), BUDGETS, tmp_path / "other", small(hidden=4), start=start, **options)
+    with pytest.raises(ValueError, match="a kvpop_mlp scorer cannot start from a kvpop scorer"):
+        kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path / "other", small(hidden=8), start=made, **options)
+    assert not (tmp_path / "other").exists()
+
+
 def test_storage_that_overflows_is_refused(model, tmp_path):
     loud = tiny_model(dtype=torch.float32)
     loud.model.layers[0].self_attn.v_proj.weight *= 1e6

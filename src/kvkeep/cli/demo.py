@@ -1,4 +1,4 @@
-"""`kvkeep demo`: the embedded model with and without a budget, then the rules and an oracle measured."""
+"""`kvkeep demo`: the embedded model with and without a budget, then rules, trained scorers and an oracle measured."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from kvkeep.cli import common
 from kvkeep.cli.evaluate import LEGEND, measured
 from kvkeep.cli.session import Session
 from kvkeep.evaluation import documents
-from kvkeep.evaluation.contenders import line_up
+from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.table import by_kind, table
 
 BUDGET = 128
-SIDE_BY_SIDE = ("full", "streaming", "h2o_decayed")
+SIDE_BY_SIDE = ("full", "streaming", "kvpop_mlp")
 NEW_TOKENS = 24
 FACT = "Marta has a black cat. Her cat is called Pepper, and her dog is called Bruno."
 QUESTION = "Marta's black cat is called"
 PAGE_CHARACTERS = 1400  # of a novel, between the fact and the question
 
 MEASURED = ("full", "random", "streaming", "tova", "h2o", "h2o_decayed", "snapkv", "rkv", "expected_attention")
+LEARNED = ("kvpop_mlp",)  # with the scorers that come with the package
 ORACLE = "golden"
 LENGTH = 512
 DOCUMENTS = 4  # one of each kind
@@ -44,7 +45,7 @@ def run(seed: common.SeedFlag = 0) -> None:
         f"\nWhat does forgetting cost? The model reads {len(packed)} documents of {LENGTH} tokens as if it wrote them, "
         f"holding {BUDGET}."
     )
-    contenders = line_up([*MEASURED, ORACLE], seed=seed)
+    contenders = [common.equipped(one, model) for one in line_up([*MEASURED, *LEARNED, ORACLE], seed=seed)]
     result = measured(model, packed, contenders, [BUDGET], LENGTH, seed, None, {"model": common.DEFAULT_MODEL})
     everything = {"rows": [row for row in result["rows"] if row["kind"] == "all"]}
     console.print(table(everything, console.width), by_kind(result, BUDGET), LEGEND)
@@ -64,10 +65,11 @@ def _side_by_side(console: Console, model: Any, tokenizer: Any) -> None:
     console.print(Text(f"  {FACT}\n  [a page of a novel]\n  {QUESTION} ...", style="italic"))
     columns = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True)
     texts, costs = [], []
+    scorers = {name: common.equipped(Contender(name), model).scorer for name in SIDE_BY_SIDE}
     with common.progress_bar() as progress:
         for done, name in enumerate(SIDE_BY_SIDE):
             progress(f"generating, {name}", done, len(SIDE_BY_SIDE))
-            policy = policies.create(name, None if name == "full" else BUDGET)
+            policy = policies.create(name, None if name == "full" else BUDGET, scorer=scorers.get(name))
             reply = Session(model, tokenizer, policy).write(list(ids), NEW_TOKENS)
             columns.add_column("full cache" if name == "full" else f"{name}, {BUDGET} tokens", ratio=1)
             texts.append(Text(f"...{reply.text}"))

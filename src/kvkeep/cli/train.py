@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -41,6 +41,12 @@ def run(
     decay: Annotated[str | None, typer.Option("--decay", help="fitted, calibrated, learned or off.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Target over a group: max, mean_log, log_mean.")] = None,
     delay: Annotated[bool, typer.Option(help="kvpop reads its memory when a token leaves, or when it enters.")] = True,
+    features: Annotated[
+        int | None, typer.Option("--features", min=1, help="Of kvpop's memory; as many as cost 8 % of the budget.")
+    ] = None,
+    start: Annotated[
+        Path | None, typer.Option("--start", metavar="DIR", help="kvpop begins as this kvpop_mlp scorer.")
+    ] = None,
     backbone: tune.BackboneFlag = tune.Backbone.frozen,
     scorer: tune.ScorerFlag = None,
     lr: tune.RateFlag = None,
@@ -67,15 +73,25 @@ def run(
     """
     if method not in tune.METHODS:
         raise ValueError(f"train takes streaming, {' or '.join(kvpop.METHODS)}, not {method!r}")
-    options: dict[str, Any] = {} if delay else {"options": {"delay": False}}
+    options = {name: value for name, value in (("delay", delay), ("features", features)) if value not in (None, True)}
     frozen = backbone == tune.Backbone.frozen
     settings = kvpop.recipe(
-        preset, steps if frozen else None, hidden=hidden, loss=loss, decay=decay, group=group, **options
+        preset,
+        steps if frozen else None,
+        hidden=hidden,
+        loss=loss,
+        decay=decay,
+        group=group,
+        lr=lr if frozen else None,
+        options=options or None,
     )
     given = {"lr": lr, "rank": rank, "kl": kl, "checkpointing": checkpointing, "compute": compute, "length": length}
     tuning = tune.settings(method, backbone, scorer, steps, targets, packing, train_scorer, **given)
     bounds = common.numbers(budgets, "--budgets")
     trained = tune.loaded_scorer(method, scorer, bounds)
+    if start is not None and (method != "kvpop" or not frozen):
+        raise ValueError("--start is for kvpop on a frozen backbone")
+    begun = None if start is None else scorers.load_scorer(start)
     files = [*(data or []), *(more or [])]
     texts = documents.read(files) if files else documents.bundled(split="train")
     language_model, tokenizer = common.load(model, dtype, device)
@@ -84,7 +100,7 @@ def run(
     whole = tuning is not None and tuning.packing != "cut"
     packed = tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length)
     packed = documents.in_turn(packed, count)
-    options = {
+    shared = {
         "seed": seed,
         "resume": resume,
         "base_model": model,
@@ -92,11 +108,11 @@ def run(
         "shards": shards,
     }
     if tuning is not None:
-        tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, settings, **options)
+        tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, settings, **shared)
         return
     with common.progress_bar() as progress:
         made = kvpop.train(
-            method, language_model, packed, bounds, out, settings, half=half, progress=progress, **options
+            method, language_model, packed, bounds, out, settings, half=half, start=begun, progress=progress, **shared
         )
     report(made, len(packed), out)
 

@@ -37,7 +37,7 @@ ScorerFlag = Annotated[
     Path | None, typer.Option("--scorer", metavar="DIR", help="To tune the backbone under; else one is trained first.")
 ]
 RateFlag = Annotated[
-    float | None, typer.Option("--lr", min=0.0, help="Of a tuned backbone; 1e-3 for lora, 8e-5 for full.")
+    float | None, typer.Option("--lr", min=0.0, help="Peak: 1e-3 for lora, 8e-5 for full, 3e-3 for a scorer.")
 ]
 RankFlag = Annotated[int, typer.Option("--rank", min=1, help="Of the adapters.")]
 TargetsFlag = Annotated[str, typer.Option("--targets", help="Linear layers that get adapters, like q_proj,v_proj.")]

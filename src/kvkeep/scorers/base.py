@@ -96,6 +96,14 @@ class LayerScorer(nn.Module):
         """
         return {}
 
+    def start_from(self, other: LayerScorer) -> None:
+        """Take over what a trained scorer of another method knows, so that training only has the rest to learn.
+
+        Raises:
+            ScorerError: where nothing can be taken over.
+        """
+        raise ScorerError(f"a {self.method} scorer cannot start from a {other.method} scorer")
+
     def raw(self, entering: Tensor, leaving: Tensor, state: State) -> Tensor:
         """The network: inputs ``[B, H, n, 2D]``, standardised -> ``[B, H, n]``, replacing the tensors of ``state``."""
         raise NotImplementedError

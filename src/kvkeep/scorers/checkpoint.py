@@ -36,6 +36,7 @@ FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "scorer.safetensors", "config.json", "README.md"
 WAITING = ".new"  # suffix of a file that is written but not yet renamed
 INPUTS = {"version": 1, "order": ["key after rotary", "value"]}  # what a network is fed with
+SHIPPED = Path(__file__).with_name("shipped")  # model/method: see kvkeep.scorers.shipped
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 KNOWN = ("base_model", "base_fingerprint", "data_fingerprint", "metrics")  # metadata with a place of its own
 
@@ -133,10 +134,11 @@ def _stored(scorer: Scorer, half: bool) -> dict[str, Tensor]:
 
 
 def load_scorer(path_or_repo: str | Path) -> Scorer:
-    """A trained scorer from a local folder or the Hugging Face hub.
+    """A trained scorer from a local folder, from the package or from the Hugging Face hub.
 
     Args:
-        path_or_repo: a folder, or a hub id ``owner/name`` where there is no such folder.
+        path_or_repo: a folder; or where there is none the name of a scorer that comes with the package, like
+            ``smollm2-135m/kvpop_mlp``; or a hub id ``owner/name``.
 
     Returns:
         the scorer on the CPU, in float32 and evaluation mode. Whether it fits a model is checked where it is used,
@@ -151,8 +153,9 @@ def load_scorer(path_or_repo: str | Path) -> Scorer:
         >>> kvkeep.policies.create("kvpop", 128, scorer=scorer)
     """
     folder = Path(path_or_repo)
-    if not folder.is_dir():
-        folder = _fetched(str(path_or_repo)) if not folder.exists() else folder
+    if not folder.exists():
+        own = {f"{found.parent.name}/{found.name}": found for found in SHIPPED.glob("*/*") if found.is_dir()}
+        folder = own.get(str(path_or_repo)) or _fetched(str(path_or_repo))
     weights, record = _read(folder)
     _require_known(folder, record)
     try:

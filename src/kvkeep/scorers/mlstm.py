@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, pad, silu
 
 from kvkeep.scorers.base import SHARE, LayerScorer, ScorerError, State, drawn, per_head
 from kvkeep.scorers.layout import LayerShape, Layout
-from kvkeep.scorers.mlp import SMALL
+from kvkeep.scorers.mlp import MLP, SMALL
 
 LEAST = 1e-12  # of the ratio's denominator, in units where the largest write weighs 1
 
@@ -146,6 +146,21 @@ class MLSTM(LayerScorer):
         if not self.options.delay:
             state["waiting"] = torch.zeros(batch, heads, window, dtype=dtype, device=device)
         return state
+
+    @torch.no_grad()
+    def start_from(self, other: LayerScorer) -> None:
+        """Score as an MLP scorer of the same width does; what the memory recalls weighs nothing until it is trained."""
+        if not isinstance(other, MLP):
+            super().start_from(other)
+        if other.w1.shape[-1] != self.w1.shape[-1]:
+            raise ScorerError(
+                f"a readout {self.w1.shape[-1]} wide cannot start from a scorer {other.w1.shape[-1]} wide"
+            )
+        self.w1[:, : self.value_dim] = 0.0
+        self.w1[:, self.value_dim :] = other.w1
+        for mine, its in ((self.b1, other.b1), (self.w2, other.w2), (self.b2, other.b2)):
+            mine.copy_(its)
+        self.standardise_inputs(other.input_mean, other.input_std)
 
     def raw(self, entering: Tensor, leaving: Tensor, state: State) -> Tensor:
         if self.options.delay:

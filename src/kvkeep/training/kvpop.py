@@ -126,6 +126,7 @@ def train(
     command: str | None = None,
     shards: str | Path | None = None,
     half: bool = False,
+    start: scorers.Scorer | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> scorers.Scorer:
     """Train a scorer and save it in ``out``.
@@ -142,6 +143,7 @@ def train(
         base_model: recorded as the model's name; None takes the config's.
         command: recorded in the model card.
         half: store weight matrices in float16, half the size.
+        start: a trained ``kvpop_mlp`` scorer of the same width that ``kvpop`` starts from, its memory silent.
         shards: where harvested documents live; several runs may share them. None = ``out/run/shards``.
         progress: called with (stage, done, total).
 
@@ -160,8 +162,15 @@ def train(
         raise ValueError(
             f"{short[0]} is no longer than the largest budget" if short else "training takes two documents or more"
         )
+    schedule, record = settings.schedule, _record(method, settings, scorer.budgets, seed, documents)
+    if start is not None:
+        start.require_fits(model.config, scorers.model_fingerprint(model))
+        for shape in scorer.geometry:
+            scorer.layer(shape.index).start_from(start.layer(shape.index))
+        schedule = replace(schedule, standardise=False)  # the inputs stay as it knows them
+        record["start"] = start.fingerprint()
     out = Path(out)
-    run = open_run(out, _record(method, settings, scorer.budgets, seed, documents), resume)
+    run = open_run(out, record, resume)
     fingerprint, documents = data_fingerprint(documents), mixed(documents)
     folder = run / "shards" if shards is None else Path(shards)
     target = {"group": settings.group, "count_normalised": settings.count_normalised, "eps": settings.eps}
@@ -178,7 +187,7 @@ def train(
     )
     held = min(max(round(settings.held_out * len(pieces)), 1 if settings.held_out else 0), len(pieces) - 1)
     cut = len(pieces) - held
-    fit = Fit(scorer, pieces[:cut], pieces[cut:], settings.schedule, run, resume, seed, progress)
+    fit = Fit(scorer, pieces[:cut], pieces[cut:], schedule, run, resume, seed, progress)
     held_out = {name: {"value": found.value, "interval": [found.low, found.high]} for name, found in fit.run().items()}
     metrics: dict[str, Any] = {"held_out": held_out | {"documents": held}}
     if settings.schedule.decay in ("fitted", "calibrated"):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kvkeep.scorers.base import Scorer, ScorerError
-from kvkeep.scorers.checkpoint import load_scorer
-
-FOLDER = Path(__file__).parent
+from kvkeep.scorers.checkpoint import SHIPPED, load_scorer
 
 
 def shipped(method: str, config, fingerprint: str | None = None) -> Scorer | None:
@@ -21,7 +17,7 @@ def shipped(method: str, config, fingerprint: str | None = None) -> Scorer | Non
     Returns:
         The scorer, or None where none is shipped that fits.
     """
-    for folder in sorted(FOLDER.glob(f"*/{method}")):
+    for folder in sorted(SHIPPED.glob(f"*/{method}")):
         scorer = load_scorer(folder)
         try:
             scorer.require_fits(config, fingerprint)
