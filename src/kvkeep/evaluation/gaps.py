@@ -22,10 +22,10 @@ def gaps(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[str, Any
         seed: of the bootstrap.
 
     Returns:
-        One record per learned row, or mean of seeds, and oracle: budget, kind, label, rule, oracle, documents,
-        ``closed`` = (rule - learned) / (rule - oracle) on pooled losses, ``ci`` of a paired bootstrap over documents,
-        and ``wins``, the documents on which the learned policy loses less than the rule. Oracles no better than the
-        rule are left out.
+        One record per oracle and learned row over all documents, or mean of seeds: budget, kind, label, rule, oracle,
+        documents, ``closed`` = (rule - learned) / (rule - oracle) on pooled losses, ``ci`` of a paired bootstrap over
+        documents, and ``wins``, the documents on which the learned policy loses less than the rule. Oracles no better
+        than the rule are left out.
     """
     found = []
     for budget, kind in dict.fromkeys((row["budget"], row["kind"]) for row in rows):
@@ -33,7 +33,10 @@ def gaps(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[str, Any
         rule = best_rule(peers)
         oracles = [row for row in peers if role(row) == "oracle"]
         learned_rows = [row for row in peers if role(row) == "learned"]
-        for learned in [*learned_rows, *(row for row in seeds_together(learned_rows) if row not in learned_rows)]:
+        together = seeds_together(learned_rows)
+        if kind == "all":  # kinds of documents are told for the seeds together only
+            together = [*learned_rows, *(row for row in together if row not in learned_rows)]
+        for learned in together:
             for oracle in oracles if rule is not None else ():
                 if oracle["loss"] >= rule["loss"]:
                     continue
