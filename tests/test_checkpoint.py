@@ -48,11 +48,21 @@ def made(name="kvpop", seed=0, **options):
 @pytest.mark.parametrize("name", scorers.METHODS)
 def test_a_scorer_comes_back_whole(name, tmp_path):
     scorer = made(name)
+    scorer.decay_factors = {128: 2.0, 256: 1.25}
     assert scorer.save_pretrained(tmp_path / "new" / "scorer", **METADATA) == tmp_path / "new" / "scorer"
     back = kvkeep.load_scorer(str(tmp_path / "new" / "scorer"))
     assert back.fingerprint() == scorer.fingerprint()
     assert back.metadata == METADATA
-    for attribute in ("method", "options", "layout", "budgets", "state_entries", "decay_step", "geometry"):
+    for attribute in [
+        "method",
+        "options",
+        "layout",
+        "budgets",
+        "state_entries",
+        "decay_step",
+        "decay_factors",
+        "geometry",
+    ]:
         assert getattr(back, attribute) == getattr(scorer, attribute)
     assert not back.training
     keys, values = pairs(30)
@@ -68,7 +78,7 @@ def test_config_says_what_it_is(tmp_path):
     assert record["budgets"] == [{"sinks": 2, "window": 4, "topk": 10, "interval": 0}]
     assert record["layout"]["bounded"][1] == {"index": 1, "kv_heads": 2, "query_heads": 6, "head_dim": 8}
     assert record["layout"]["rotary"] == {"rope_theta": 10000.0, "rope_type": "default"}
-    assert record["decay"] == {"step": 16, "log_gamma": [-0.375, -0.125]}
+    assert record["decay"] == {"step": 16, "log_gamma": [-0.375, -0.125], "factors": {}}
     assert record["inputs"] == {"version": 1, "order": ["key after rotary", "value"]}
     assert {name: record[name] for name in checkpoint.KNOWN} == {name: METADATA[name] for name in checkpoint.KNOWN}
     assert record["metadata"] == {"command": METADATA["command"], "seed": 3}

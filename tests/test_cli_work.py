@@ -23,7 +23,7 @@ def test_train_makes_a_scorer_that_evaluate_and_generate_take(run, folder, texts
     code, said, err = train(run, folder, texts, out, method=method)
     assert (code, err) == (0, "")
     assert "held-out loss" in said
-    assert "fitted decay times 1.0: loss ratio" in said
+    assert "by fitted decays times: 0.5 " in said
     assert f"{method} scorer for budgets 44, 60, from 3 documents" in said
     scorer = kvkeep.load_scorer(out)
     assert [budget.slots + scorer.state_entries for budget in scorer.budgets] == [44, 60]

@@ -234,3 +234,39 @@ def test_the_decay_is_set_for_all_or_for_some():
             scorer.set_decay(wrong)
     with pytest.raises(ValueError, match="decay_step must be at least 1"):
         scorer.set_decay(0.0, decay_step=0)
+
+
+def test_decay_factors_carry_factor_times_tokens_to_other_budgets():
+    scorer = random_scorer("kvpop_mlp", tiny_model().config, ENTRY, log_gamma=-0.3, decay_step=64)
+    assert scorer.decay_factor(128) == 1, "none given"
+    plain = scorer.fingerprint()
+    scorer.decay_factors = {256: 1.0, 128: 2.5}
+    assert scorer.fingerprint() != plain
+    assert scorer.decay_factor(128) == 2.5
+    assert scorer.decay_factor(256) == 1.0
+    assert scorer.decay_factor(64) == 5.0
+    assert scorer.decay_factor(1024) == 0.25
+    assert scorer.decay_factor(181) == pytest.approx((320 + 256) / 2 / 181, rel=1e-2)
+    score, positions = torch.zeros(1, 2, 1), torch.tensor([[640]])
+    expected = -scorer.layer(0).log_gamma[None, :, None] * 10 * 5  # ten steps, five times the decay
+    assert torch.allclose(scorer.priority(0, score, positions, 64), expected)
+    scorer.set_decay(-0.1)
+    assert scorer.decay_factors == {}, "a decay that is set holds for all budgets"
+
+
+@pytest.mark.parametrize("name", ["kvpop_mlp", "kvpop"])
+def test_policies_apply_the_factor_of_their_budget(name):
+    model = tiny_model()
+    budget = Budget(2, 4, 8)
+    scorer = random_scorer(name, model.config, budget, log_gamma=-0.3, decay_step=4)
+    ids, unit = random_ids(60), {shape.index: scorer.layer(shape.index).log_gamma.clone() for shape in scorer.geometry}
+
+    def lifetimes():
+        return torch.stack(kvkeep.replay(model, ids, policies.create(name, budget, scorer=scorer)).evicted_at)
+
+    once = lifetimes()
+    scorer.decay_factors = {4 * budget.rest: 1.0}  # at a quarter of the tokens four times the decay
+    by_budget = lifetimes()
+    scorer.set_decay({layer: 4 * log_gamma for layer, log_gamma in unit.items()})
+    assert torch.equal(by_budget, lifetimes())
+    assert not torch.equal(by_budget, once)

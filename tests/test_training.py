@@ -157,12 +157,15 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(model, tmp_path, me
         assert (decays < 0).all()
     else:
         ratios = loaded.metadata["metrics"]["calibration"]
-        factor = float(min(ratios, key=ratios.get))
+        assert loaded.decay_factors == {
+            budget.rest: float(min(ratios[f"{budget.rest} tokens"], key=ratios[f"{budget.rest} tokens"].get))
+            for budget in loaded.budgets
+        }
         rates = load_file(tmp_path / "run" / "state.safetensors")
         for shape in loaded.geometry:
             layer = loaded.layer(shape.index)
             fitted = rates[f"model.decay.rate.{shape.index}"] / layer.score_std
-            assert torch.allclose(-layer.log_gamma, factor * fitted, rtol=1e-5)
+            assert torch.allclose(-layer.log_gamma, fitted, rtol=1e-5)
         assert decays.unique().numel() == decays.numel(), "every head has its own decay"
     policy = kvkeep.policies.create(method, BUDGETS[0], scorer=loaded)
     assert torch.isfinite(kvkeep.replay(model, texts(1)[0][1][None], policy).token_loss).all()

@@ -127,8 +127,9 @@ def report(scorer: scorers.Scorer, count: int, out: Path) -> None:
         recall = f", recall {value['recall']:.2f} (by chance {value['chance']:.2f})" if "recall" in value else ""
         typer.echo(f"held-out loss {value['loss']:.4f} {low_high}{recall} over {held_out['documents']} documents")
     fitted = scorer.metadata["recipe"]["schedule"]["decay"] == "fitted"
-    for decay, ratio in metrics.get("calibration", {}).items():
-        what = "fitted decay times" if fitted else f"decay per {scorer.decay_step} tokens"
-        typer.echo(f"{what} {decay}: loss ratio {ratio:.4f} on training documents")
+    what = "fitted decays times" if fitted else f"decay per {scorer.decay_step} tokens"
+    for held, ratios in metrics.get("calibration", {}).items():
+        listed = ", ".join(f"{decay} {ratio:.4f}" for decay, ratio in ratios.items())
+        typer.echo(f"loss ratio on training documents, {held} held, by {what}: {listed}")
     budgets = ", ".join(str(budget.slots + scorer.state_entries) for budget in scorer.budgets)
     typer.echo(f"{scorer.method} scorer for budgets {budgets}, from {count} documents, in {out}")

@@ -66,10 +66,10 @@ def seeds_together(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["policy"], row["preset"], row["league"]), []).append(row)
+        groups.setdefault((row["policy"], row.get("preset"), row.get("league")), []).append(row)
     found = []
     for (policy, preset, _), group in groups.items():
-        if len({row["seed"] for row in group}) < 2:
+        if len({row.get("seed") for row in group}) < 2:
             found += map(dict, group)
             continue
         documents = [

@@ -28,4 +28,5 @@ class KVpop(Learned, EntryPolicy):
     def priority(self, step: Step) -> Tensor:
         layer = self.layer_scorer(step.geometry, step.positions.device)
         score = layer.score(step.entering, step.leaving, step.memory)
-        return layer.priority(score, step.positions, self.scorer.decay_step)
+        factor = self.scorer.decay_factor(self.budget.rest)
+        return layer.priority(score, step.positions, self.scorer.decay_step, factor)

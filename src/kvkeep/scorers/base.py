@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -130,9 +131,12 @@ class LayerScorer(nn.Module):
         inputs = torch.cat(pair, -1).to(wide)
         return (inputs - self.input_mean.to(wide)[:, None]) / self.input_std.to(wide)[:, None]
 
-    def priority(self, score: Tensor, positions: Tensor, decay_step: int) -> Tensor:
-        """Scores ``[B, H, n]`` of tokens at ``positions`` ``[B, n]`` -> static priorities ``[B, H, n]``."""
-        return static_priority(score, self.log_gamma, decay_step, positions=positions[:, None])
+    def priority(self, score: Tensor, positions: Tensor, decay_step: int, factor: float = 1.0) -> Tensor:
+        """Scores ``[B, H, n]`` of tokens at ``positions`` ``[B, n]`` -> static priorities ``[B, H, n]``.
+
+        ``factor`` multiplies the decay, see :meth:`Scorer.decay_factor`.
+        """
+        return static_priority(score, self.log_gamma * factor, decay_step, positions=positions[:, None])
 
     @torch.no_grad()
     def standardise_inputs(self, mean: Tensor, std: Tensor) -> None:
@@ -162,6 +166,7 @@ class Scorer(nn.Module):
     Attributes:
         method: name of the policy it serves.
         options: JSON-friendly.
+        decay_factors: tokens held after an eviction -> what the decays are multiplied by there; empty = 1 everywhere.
         metadata: whatever :meth:`save_pretrained` is to record beside; filled by loading.
     """
 
@@ -184,6 +189,7 @@ class Scorer(nn.Module):
         needed = [kind.state_entries(options, shape.head_dim, window) for shape in layout.bounded]
         self.state_entries = max(needed) if state_entries is None else state_entries
         self.metadata: dict[str, Any] = {}
+        self.decay_factors: dict[int, float] = {}
         generator = torch.Generator().manual_seed(seed)
         self.layers = nn.ModuleDict({str(shape.index): kind(shape, options, generator) for shape in layout.bounded})
 
@@ -217,9 +223,31 @@ class Scorer(nn.Module):
         """Scores ``[B, H, n]`` of the tokens that leave; see :meth:`LayerScorer.score`."""
         return self.layer(layer).score(entering, leaving, state)
 
-    def priority(self, layer: int, score: Tensor, positions: Tensor) -> Tensor:
-        """Static priorities ``[B, H, n]`` of tokens at ``positions`` ``[B, n]``, the decay included."""
-        return self.layer(layer).priority(score, positions, self.decay_step)
+    def priority(self, layer: int, score: Tensor, positions: Tensor, rest: int | None = None) -> Tensor:
+        """Static priorities ``[B, H, n]`` of tokens at ``positions`` ``[B, n]``, the decay included.
+
+        ``rest`` is the number of tokens that the budget holds; None takes the decays as they are.
+        """
+        factor = 1.0 if rest is None else self.decay_factor(rest)
+        return self.layer(layer).priority(score, positions, self.decay_step, factor)
+
+    def decay_factor(self, rest: int) -> float:
+        """What the decays are multiplied by where ``rest`` tokens are held.
+
+        A larger cache holds a token for longer, and heads forget old tokens more slowly than new ones. So it is factor
+        times tokens that is carried from the calibrated budgets to others: on a line over log(rest) between two of
+        them, unchanged outside.
+        """
+        if not self.decay_factors:
+            return 1.0
+        known = sorted(self.decay_factors)
+        products = [self.decay_factors[tokens] * tokens for tokens in known]
+        above = next((i for i, tokens in enumerate(known) if tokens >= rest), len(known))
+        if above in (0, len(known)):
+            return products[min(above, len(known) - 1)] / rest
+        low, high = known[above - 1 : above + 1]
+        share = math.log(rest / low) / math.log(high / low)
+        return (products[above - 1] * (1 - share) + products[above] * share) / rest
 
     def forward(self, layer: int, keys: Tensor, values: Tensor, window: int) -> Tensor:
         """Scores of all tokens of whole sequences, for training; the pairs' graph is cut, the scorer's is not.
@@ -243,7 +271,7 @@ class Scorer(nn.Module):
 
     @torch.no_grad()
     def set_decay(self, log_gamma: float | Tensor | Mapping[int, Any], decay_step: int | None = None) -> None:
-        """Set the decay of all layers, or of those in a mapping ``{layer: log_gamma}``.
+        """Set the decay of all layers, or of those in a mapping ``{layer: log_gamma}``, the same for all budgets.
 
         Args:
             log_gamma: log of the decay per step, in standard deviations of the score: a number or ``[H]``, <= 0.
@@ -260,11 +288,13 @@ class Scorer(nn.Module):
             if not bool((torch.isfinite(value) & (value <= 0)).all()):
                 raise ScorerError(f"log_gamma must be finite and at most 0, not {value.tolist()} in layer {index}")
             self.layer(index).log_gamma.copy_(value)
+        self.decay_factors = {}
         self.decay_step = self.decay_step if decay_step is None else decay_step
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits over everything that decides a priority: options, layout, decay and all tensors."""
         record = [self.method, self.options, self.layout.to_json(), self.decay_step]
+        record += [self.decay_factors] if self.decay_factors else []
         digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())

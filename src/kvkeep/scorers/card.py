@@ -34,7 +34,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"{shape['head_dim']}",
         "Trained for": f"{budgets} tokens per KV head",
         "Memory": f"charged as {record['state_entries']} tokens" if record["state_entries"] else "none",
-        "Decay": f"log gamma {low:.4g} to {high:.4g} per {record['decay']['step']} tokens",
+        "Decay": f"log gamma {low:.4g} to {high:.4g} per {record['decay']['step']} tokens{_factors(record['decay'])}",
         "Options": f"`{json.dumps(record['options'])}`",
         "Data": f"`{record['data_fingerprint'] or 'not recorded'}`",
         "Made with": f"kvkeep {record['library_version']}",
@@ -66,6 +66,10 @@ def model_card(record: Mapping[str, Any]) -> str:
 
 def _slots(budget: Mapping[str, int]) -> int:
     return budget["sinks"] + budget["window"] + budget["topk"] + budget["interval"]
+
+
+def _factors(decay: Mapping[str, Any]) -> str:
+    return "".join(f", times {factor:.4g} where {rest} are held" for rest, factor in decay["factors"].items())
 
 
 def _rows(name: str, metric: Any) -> list[str]:

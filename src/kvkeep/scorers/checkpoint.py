@@ -116,7 +116,11 @@ def describe(scorer: Scorer) -> dict[str, Any]:
         "layout": scorer.layout.to_json(),
         "budgets": [asdict(budget) for budget in scorer.budgets],
         "state_entries": scorer.state_entries,
-        "decay": {"step": scorer.decay_step, "log_gamma": [float(gammas.min()), float(gammas.max())]},
+        "decay": {
+            "step": scorer.decay_step,
+            "log_gamma": [float(gammas.min()), float(gammas.max())],
+            "factors": {str(rest): factor for rest, factor in scorer.decay_factors.items()},
+        },
     }
 
 
@@ -165,6 +169,7 @@ def load_scorer(path_or_repo: str | Path) -> Scorer:
         scorer = Scorer(kind, layout, given, budgets, entries, step)
         known = {name: record[name] for name in KNOWN if record[name]}
         scorer.metadata = known | record["metadata"]
+        scorer.decay_factors = {int(rest): float(factor) for rest, factor in record["decay"]["factors"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ScorerError(f"{folder / CONFIG} is not complete: {type(error).__name__} {error}") from error
     _fill(scorer, weights, folder)

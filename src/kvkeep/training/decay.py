@@ -3,7 +3,8 @@
 A decay learned through the boundary loss collapses (labels that share it agree with anything), and recall against the
 teacher falls while loss improves, so neither can choose it. What is chosen from a grid, a few forwards each, is one
 number for all heads, in standard deviations of the score per ``decay_step`` tokens; or, where every head has a decay
-that was fitted to its own attention, one factor for all of them.
+that was fitted to its own attention, one factor for all of them; for every budget by itself, since a larger one wants
+less.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def calibrate_decay(
     grid: Sequence[float] = GRID,
     fitted: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
-) -> dict[float, float]:
-    """Set the scorer's decay to the one of least loss, averaged over the budgets it is trained for.
+) -> dict[int, dict[float, float]]:
+    """Set the scorer's decay to the one of least loss at each of the budgets it is trained for.
 
     Args:
         model: the backbone.
@@ -82,7 +83,7 @@ def calibrate_decay(
         progress: called with ("calibrate", done, total).
 
     Returns:
-        Loss ratio to the full cache per decay or factor, pooled over documents, mean over budgets.
+        Per budget, by the tokens it holds: the loss ratio to the full cache per decay or factor, pooled over documents.
 
     Raises:
         ValueError: for a decay outside [0, 1], a factor below 0, or no document longer than the largest budget.
@@ -91,34 +92,29 @@ def calibrate_decay(
         raise ValueError(
             f"{'factors must be 0 or more' if fitted else 'decays to try must lie in [0, 1]'}, not {list(grid)}"
         )
-    units = {}  # of the grid: log_gamma [H] per layer
-    for shape in scorer.geometry:
-        log_gamma = scorer.layer(shape.index).log_gamma
-        units[shape.index] = log_gamma.clone() if fitted else -torch.ones_like(log_gamma)
-
-    def scaled(decay: float) -> dict[int, Tensor]:
-        return {index: decay * unit for index, unit in units.items()}
-
     longest = max(budget.rest for budget in scorer.budgets)
     texts = [ids.reshape(1, -1).to(model.device) for _, ids in documents if ids.numel() > longest + 1]
     if not texts:
         raise ValueError(f"no document to calibrate on is longer than the budget of {longest} tokens")
+    if not fitted:
+        scorer.set_decay(-1.0)  # the unit of the grid
     total, done = len(texts) * (1 + len(grid) * len(scorer.budgets)), 0
-    full, spent = [], {(decay, budget): 0.0 for decay in grid for budget in scorer.budgets}
+    full = dict.fromkeys(scorer.budgets, 0.0)
+    spent = {budget: dict.fromkeys(grid, 0.0) for budget in scorer.budgets}
     for ids in texts:
-        full.append(replay(model, ids, policies.create("full")).token_loss)
-        for decay in grid:
-            scorer.set_decay(scaled(decay))
-            for budget in scorer.budgets:
+        whole = replay(model, ids, policies.create("full")).token_loss
+        done += 1
+        for budget in scorer.budgets:
+            full[budget] += float(whole[:, budget.rest :].sum())
+            for decay in grid:
+                scorer.decay_factors = {budget.rest: decay}
                 policy = policies.create(scorer.method, budget, scorer=scorer)
-                spent[decay, budget] += float(replay(model, ids, policy).token_loss[:, budget.rest :].sum())
+                spent[budget][decay] += float(replay(model, ids, policy).token_loss[:, budget.rest :].sum())
                 done += 1
                 if progress is not None:
-                    progress("calibrate", done + len(full), total)
-    ratios = {}
-    for decay in grid:
-        each = [spent[decay, b] / float(sum(loss[:, b.rest :].sum() for loss in full)) for b in scorer.budgets]
-        ratios[decay] = sum(each) / len(each)
-    best = min(ratios, key=ratios.get)
-    scorer.set_decay(scaled(best))
+                    progress("calibrate", done, total)
+    ratios = {
+        budget.rest: {decay: loss / full[budget] for decay, loss in spent[budget].items()} for budget in scorer.budgets
+    }
+    scorer.decay_factors = {rest: min(found, key=found.get) for rest, found in ratios.items()}
     return ratios

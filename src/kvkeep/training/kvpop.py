@@ -59,7 +59,7 @@ class Recipe:
     eps: float = 1e-6
     target_source: str = "dense"
     held_out: float = 0.1
-    calibrate_on: int = 4
+    calibrate_on: int = 12
     decays: tuple[float, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     storage: str = "float16"
@@ -194,7 +194,9 @@ def train(
         fitted = settings.schedule.decay == "fitted"
         grid = settings.decays or (FACTORS if fitted else GRID)
         ratios = calibrate_decay(model, scorer, documents[:cut][: settings.calibrate_on], grid, fitted, progress)
-        metrics["calibration"] = {str(decay): ratio for decay, ratio in ratios.items()}
+        metrics["calibration"] = {
+            f"{rest} tokens": {str(decay): ratio for decay, ratio in found.items()} for rest, found in ratios.items()
+        }
     scorer.save_pretrained(
         out,
         half=half,

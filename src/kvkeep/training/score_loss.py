@@ -63,7 +63,7 @@ class ScoreLoss:
         score = score * layer.score_std[:, None] + layer.score_mean[:, None]
         if self.kind == "regression":
             return losses.regression(score, target, budget)
-        log_gamma = layer.log_gamma * layer.score_std
+        log_gamma = layer.log_gamma * self.scorer.decay_factor(budget.rest) * layer.score_std
         return losses.boundary(score, target, budget, log_gamma, self.scorer.decay_step)
 
 
