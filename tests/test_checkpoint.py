@@ -70,6 +70,16 @@ def test_a_scorer_comes_back_whole(name, tmp_path):
     assert sorted(os.listdir(tmp_path / "new" / "scorer")) == ["README.md", "config.json", "scorer.safetensors"]
 
 
+@pytest.mark.parametrize("factors", [{"0": 1.0}, {"x": 1.0}, {"128": -1.0}, {"128": float("nan")}, {"128": "2"}])
+def test_decay_factors_that_make_no_sense_are_refused(tmp_path, factors):
+    made().save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    record["decay"]["factors"] = factors
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    with pytest.raises(scorers.ScorerError, match="decay factors are numbers from 0 per tokens held"):
+        kvkeep.load_scorer(tmp_path)
+
+
 def test_config_says_what_it_is(tmp_path):
     made().save_pretrained(tmp_path, **METADATA)
     record = json.loads((tmp_path / "config.json").read_text())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import kvkeep
 from tiny import HANDED
@@ -39,6 +40,20 @@ def test_train_makes_a_scorer_that_evaluate_and_generate_take(run, folder, texts
         code, said, _ = run("generate", "--model", folder, *budget, texts[0].read_text())
         assert code == 0
         assert "evicted" in said
+
+
+def test_kvpop_is_trained_from_a_finished_scorer_with_the_memory_asked_for(run, folder, texts, tmp_path):
+    start, out = tmp_path / "mlp", tmp_path / "kvpop"
+    assert train(run, folder, texts, start)[0] == 0
+    code, _, err = train(run, folder, texts, out, "--start", start, "--features", "1", method="kvpop")
+    assert (code, err) == (0, "")
+    scorer = kvkeep.load_scorer(out)
+    assert scorer.options["features"] == 1
+    assert torch.equal(scorer.layer(0).input_mean, kvkeep.load_scorer(start).layer(0).input_mean)
+    code, _, err = train(run, folder, texts, tmp_path / "other", "--start", start)
+    assert code == 2
+    assert "--start is for kvpop on a frozen backbone" in err
+    assert not (tmp_path / "other").exists()
 
 
 def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):

@@ -73,7 +73,7 @@ def run(
     """
     if method not in tune.METHODS:
         raise ValueError(f"train takes streaming, {' or '.join(kvpop.METHODS)}, not {method!r}")
-    options = {name: value for name, value in (("delay", delay), ("features", features)) if value not in (None, True)}
+    options = ({} if delay else {"delay": False}) | ({} if features is None else {"features": features})
     frozen = backbone == tune.Backbone.frozen
     settings = kvpop.recipe(
         preset,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -169,7 +170,7 @@ def load_scorer(path_or_repo: str | Path) -> Scorer:
         scorer = Scorer(kind, layout, given, budgets, entries, step)
         known = {name: record[name] for name in KNOWN if record[name]}
         scorer.metadata = known | record["metadata"]
-        scorer.decay_factors = {int(rest): float(factor) for rest, factor in record["decay"]["factors"].items()}
+        scorer.decay_factors = _factors(record["decay"]["factors"], folder)
     except (KeyError, TypeError, AttributeError) as error:
         raise ScorerError(f"{folder / CONFIG} is not complete: {type(error).__name__} {error}") from error
     _fill(scorer, weights, folder)
@@ -207,6 +208,16 @@ def _require_known(folder: Path, record: dict[str, Any]) -> None:
         raise ScorerError(f"{folder} has format version {found!r}, this version of kvkeep reads {FORMAT_VERSION}")
     if record.get("inputs") != INPUTS:
         raise ScorerError(f"{folder} wants inputs {record.get('inputs')}, this version of kvkeep has {INPUTS}")
+
+
+def _factors(found: dict[str, Any], folder: Path) -> dict[int, float]:
+    """Tokens held -> factor of the decays."""
+    for rest, factor in found.items():
+        if not rest.isdecimal() or int(rest) < 1 or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise ScorerError(
+                f"{folder / CONFIG}: decay factors are numbers from 0 per tokens held, not {rest}: {factor}"
+            )
+    return {int(rest): float(factor) for rest, factor in found.items()}
 
 
 def _fill(scorer: Scorer, weights: bytes, folder: Path) -> None:

@@ -44,8 +44,8 @@ class Schedule:
         standardise: whether inputs are standardised per head and dimension on the training documents.
         boundary, margin, balance, tau, queries: of the boundary loss, see :func:`kvkeep.training.losses.boundary`.
         dispersion: of the intensity.
-        decay: "fitted" (per head with the intensity, then a common factor by loss), "calibrated" (one number for all
-            heads, afterwards, by loss), "learned" (by gradient, with the boundary loss only) or "off".
+        decay: "fitted" (per head with the intensity, then a factor per budget by loss), "calibrated" (one number for
+            all heads per budget, afterwards, by loss), "learned" (by gradient, with the boundary loss only) or "off".
         gamma: where a learned decay starts, per ``decay_step`` tokens.
         gamma_lr, fitted_lr: learning rates of a learned and of a fitted decay.
         evaluate_every, patience: held-out evaluation, and how many without improvement end the run (0 = never).

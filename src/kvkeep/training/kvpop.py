@@ -7,8 +7,8 @@ Presets
     ``published``  the paper's scorer recipe: boundary loss against the k-th best, margin and class balance, decay
                    learned by gradient per head from 0.99, AdamW from 1e-3; what it leaves open is as the fields say.
     ``best``       the default: scores and a decay per head fitted to the attention by age
-                   (:mod:`~kvkeep.training.losses.intensity`), standardised inputs, then one factor of the decays
-                   calibrated by loss.
+                   (:mod:`~kvkeep.training.losses.intensity`), standardised inputs, then a factor of the decays
+                   for every budget, calibrated by loss.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
