@@ -151,14 +151,16 @@ def test_every_variant_trains_on_its_documents_with_its_recipe(done):
     out, result = done
     shards = {path.name for path in (out / "shards").iterdir()}
     assert len(shards) == len(TRAIN) + len(TEST), "one shard a document, shared by all variants"
+    places = {row["label"]: row["scorer"] for row in result["rows"]}
     for variant, row, count in zip(few().variants, result["variants"], (6, 4), strict=True):
         assert (row["trained_on"], row["steps"], row["memory"]) == (count, 2, 0)
         for seed in (0, 1):
-            saved = json.loads((out / variant.folder(seed) / "config.json").read_text())
+            saved = json.loads((out / "scorers" / places[variant.title(seed)] / "config.json").read_text())
             assert saved["metadata"]["seed"] == seed
             assert saved["metadata"]["recipe"]["hidden"] == variant.overrides["hidden"]
+            assert saved["metadata"]["recipe"]["calibrate_on"] == 1, "what a variant says goes before the experiment"
             assert saved["base_model"] == "tiny"
-    assert str(out) not in (out / "result.json").read_text(), "a result names no place on this disk"
+    assert str(out) not in (out / "width.json").read_text(), "a result names no place on this disk"
 
 
 def test_a_stopped_run_goes_on_to_the_same_result(done, model, tmp_path):
@@ -179,9 +181,9 @@ def test_a_stopped_run_goes_on_to_the_same_result(done, model, tmp_path):
     for when, at in stops:
         with pytest.raises(Stopped):
             ablation.run(few(), model, TRAIN, TEST, tmp_path, tmp_path / "read", stopper(when, at))
-    assert not (tmp_path / "result.json").exists()
+    assert not (tmp_path / "width.json").exists()
     assert ablation.run(few(), model, TRAIN, TEST, tmp_path, tmp_path / "read") == result
-    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert json.loads((tmp_path / "width.json").read_text()) == result
 
 
 def test_finished_work_is_not_done_again_and_may_grow(model, tmp_path, monkeypatch):
@@ -195,18 +197,18 @@ def test_finished_work_is_not_done_again_and_may_grow(model, tmp_path, monkeypat
     monkeypatch.undo()
     monkeypatch.setattr(kvpop, "train", lambda *given, **named: trained.append(given[4].name) or train(*given, **named))
     more = ablation.run(few(), model, TRAIN, TEST, tmp_path)
-    assert trained == ["wide-1", "narrow-and-few-1"]
+    assert [name[-2:] for name in trained] == ["-1", "-1"]
     assert more["variants"][0]["loss_ratio_by_seed"][0] != first["variants"][0]["loss_ratio_by_seed"][0]
     assert [row["documents"] for row in more["variants"]] == [3, 3]
 
 
 def test_page_has_every_row_and_the_command(done):
     out, result = done
-    page = report(json.loads((out / "result.json").read_text()), ablation.command(few(), 3))
+    page = report(json.loads((out / "width.json").read_text()), ablation.command(few(), 3))
     assert page == report(result, ablation.command(few(), 3))
     assert (
         "Printed by `python -m kvkeep.evaluation.ablation width --out DIR --seeds 2 --documents 3 --budget 40 "
-        "--length 72 --train-documents 48 --model tiny --steps 2`." in page
+        "--length 72 --train-documents 48 --calibrate-on 4 --model tiny --steps 2`." in page
     )
     assert page.count("\n| wide |") == 2
     assert page.count("\n| narrow and few |") == 3
@@ -253,17 +255,24 @@ def test_what_cannot_be_run_leaves_nothing(model, tmp_path, experiment, train, t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "changed", [{"steps": 3}, {"budget": 41}, {"variants": few().variants[:1]}, {"name": "other"}, {"train": TRAIN[:5]}]
-)
-def test_a_folder_of_another_experiment_is_refused(done, model, changed):
-    out, _ = done
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    train = changed.get("train", TRAIN)
-    experiment = few(**{name: value for name, value in changed.items() if name != "train"})
-    with pytest.raises(ValueError, match="holds an experiment with other settings"):
-        ablation.run(experiment, model, train, TEST, out)
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+def test_a_scorer_is_kept_under_what_decides_it(done, model, tmp_path, monkeypatch):
+    """Another question in the same folder trains only what no other question has trained."""
+    trained, train = [], kvpop.train
+    monkeypatch.setattr(kvpop, "train", lambda *given, **named: trained.append(given[4].name) or train(*given, **named))
+    ablation.run(few(seeds=1), model, TRAIN, TEST, tmp_path)
+    assert len(trained) == 2
+    wide, narrow = few().variants
+    renamed = few(name="other", seeds=1, variants=(Variant("same", wide.overrides), Variant("all", narrow.overrides)))
+    other = ablation.run(renamed, model, TRAIN, TEST, tmp_path)
+    assert len(trained) == 3, "one of them was there"
+    assert other["variants"][0]["loss_ratio"] == pytest.approx(
+        json.loads((tmp_path / "width.json").read_text())["variants"][0]["loss_ratio"]
+    )
+    for changed in ({"steps": 3}, {"budget": 41}):
+        count = len(trained)
+        ablation.run(few(seeds=1, **changed), model, TRAIN, TEST, tmp_path)
+        assert len(trained) == count + 2, changed
+    assert len(set(trained)) == len(trained)
 
 
 # ---- the command
@@ -325,7 +334,7 @@ def test_command_writes_the_page_it_prints(call, folder, tmp_path):
     assert page.read_text().strip() == out.strip()
     assert "| hidden 16 | kvpop_mlp | hidden 16 | 4 | 2 | 0 |" in out
     assert "| hidden 256 | 4 | 1 |" in out
-    kinds = {document["kind"] for document in json.loads((tmp_path / "out" / "result.json").read_text())["settings"][
+    kinds = {document["kind"] for document in json.loads((tmp_path / "out" / "hidden.json").read_text())["settings"][
         "evaluation"]["documents"]}  # fmt: skip
     assert kinds == {"prose", "procedural", "code", "docs"}
 

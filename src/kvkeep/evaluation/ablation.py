@@ -5,7 +5,8 @@
 The variants of a question (:mod:`kvkeep.evaluation.ablation_variants`) train their scorers with the same seeds, on the
 same documents where these are not the question; then all read the same held-out documents, beside rules and an oracle.
 The first variant is the reference that the others are compared with, paired by document and by seed. What is finished
-in DIR is not done again.
+in DIR is not done again, and several questions may share it: a scorer is kept under what decides it, not under the
+question, so that the reference of most of them is trained and evaluated once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvkeep.evaluation.ablation_report import report, summary
 from kvkeep.evaluation.ablation_variants import ABLATIONS, OTHERS, Experiment, Variant, ablation
 from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate
-from kvkeep.evaluation.store import claim, require_writable, write_atomic
+from kvkeep.evaluation.store import key, require_writable, write_atomic
 from kvkeep.lifetimes import chance_recall, recall
 from kvkeep.runtime import models
 from kvkeep.training import kvpop
@@ -59,8 +60,8 @@ def run(
         model: frozen.
         train: documents to train on, of ``experiment.length`` tokens.
         test: held out, of the same length.
-        out: everything lives here: checkpoints, what was measured, ``result.json``. Seeds and held-out documents may
-            be added later, anything else needs another folder.
+        out: everything lives here: checkpoints in ``scorers``, what was measured in ``evaluated``, and ``NAME.json``.
+            Other experiments may share it.
         shards: where read documents are kept, to share with other ablations; None = ``out/shards``.
         told: called with (stage, done, total).
 
@@ -69,24 +70,26 @@ def run(
         documents. JSON-friendly.
 
     Raises:
-        ValueError: for too few documents, a budget too small, or an ``out`` of another experiment.
+        ValueError: for too few documents, a budget too small, or an ``out`` that is a file.
     """
     out, told = Path(out), told or (lambda stage, done, total: None)
     folder = out / "shards" if shards is None else Path(shards)
-    settings = _checked(experiment, model, train, test)
+    trainings = _trainings(experiment, model, train, test)
     for place in (out, folder):
         if place.exists() and not place.is_dir():
             raise ValueError(f"{place} is a file; it should be a folder")
-    claim(out, settings)
-    made = {}
+    out.mkdir(parents=True, exist_ok=True)
+    made, places = {}, {}
     for seed in range(experiment.seeds):  # a stop then leaves whole comparisons behind
         for variant in experiment.variants:
-            made[variant.title(seed)] = _trained(experiment, variant, seed, model, train, out, folder, told)
+            title, place = variant.title(seed), f"{variant.method}-{key(**trainings[variant.name])[:16]}-{seed}"
+            made[title] = _trained(experiment, variant, seed, model, train, out / "scorers" / place, folder, told)
+            places[title] = place
     contenders = line_up(OTHERS)
     for seed in range(experiment.seeds):
         for variant in experiment.variants:
             plain = Contender(variant.method, label=variant.title(seed))
-            contenders.append(plain.with_scorer(made[plain.label], variant.folder(seed)))
+            contenders.append(plain.with_scorer(made[plain.label], places[plain.label]))
     found = evaluate(
         model,
         test,
@@ -106,12 +109,12 @@ def run(
         row |= {"memory": scorer.state_entries}
     settings = {part: value for part, value in asdict(experiment).items() if part != "variants"}
     result = jsonable(result | {"settings": settings | {"evaluation": found["settings"]}, "rows": rows})
-    write_atomic(out / "result.json", json.dumps(result, indent=1, allow_nan=False))
+    write_atomic(out / f"{experiment.name}.json", json.dumps(result, indent=1, allow_nan=False))
     return result
 
 
-def _checked(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> dict[str, Any]:
-    """Everything that decides what is trained, after it was found that it can be."""
+def _trainings(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> dict[str, dict[str, Any]]:
+    """Of every variant all that decides its scorer but the seed, after it was found that it can be trained."""
     experiment.check()
     if min(len(train), len(test)) < 2:
         raise ValueError(
@@ -120,26 +123,23 @@ def _checked(experiment: Experiment, model: PreTrainedModel, train: Texts, test:
     for document, ids in (*train, *test):
         if ids.numel() != experiment.length:
             raise ValueError(f"document {document.name!r} has {ids.numel()} tokens, not {experiment.length}")
-    variants = {}
+    found, fingerprint = {}, scorers.model_fingerprint(model)
     for variant in experiment.variants:
         if variant.documents is not None and variant.documents >= len(train):
             raise ValueError(
                 f"variant {variant.name!r} trains on {variant.documents} of the training documents, but there are only "
                 f"{len(train)} of {experiment.length} tokens"
             )
-        recipe = variant.recipe(experiment.steps)
+        recipe = variant.recipe(experiment.steps, experiment.calibrate_on)
         scorers.new(variant.method, model.config, [experiment.budget], hidden=recipe.hidden, **recipe.options)
-        variants[variant.name] = {"method": variant.method, "documents": variant.documents, "recipe": asdict(recipe)}
-    return jsonable(
-        {
-            "name": experiment.name,
+        found[variant.name] = {
+            "method": variant.method,
+            "recipe": jsonable(asdict(recipe)),
             "budget": experiment.budget,
-            "length": experiment.length,
-            "model": scorers.model_fingerprint(model),
-            "data": kvpop.data_fingerprint(train),
-            "variants": variants,
+            "model": fingerprint,
+            "data": kvpop.data_fingerprint(documents.in_turn(train, variant.documents)),
         }
-    )
+    return found
 
 
 def _trained(
@@ -148,12 +148,11 @@ def _trained(
     seed: int,
     model: PreTrainedModel,
     train: Texts,
-    out: Path,
+    folder: Path,
     shards: Path,
     told: Told,
 ) -> scorers.Scorer:
     """The scorer of a variant and seed, trained unless its checkpoint is there."""
-    folder = out / variant.folder(seed)
     if not (folder / "config.json").exists():
         kvpop.train(
             variant.method,
@@ -161,7 +160,7 @@ def _trained(
             documents.in_turn(train, variant.documents),
             [experiment.budget],
             folder,
-            variant.recipe(experiment.steps),
+            variant.recipe(experiment.steps, experiment.calibrate_on),
             seed=seed,
             resume=True,
             base_model=experiment.model,
@@ -201,13 +200,23 @@ def main(
         int | None, typer.Option("--steps", min=1, help="Of every training; the recipe's if none.")
     ] = None,
     train_count: Annotated[int | None, typer.Option("--train-documents", min=2, help="At most so many.")] = None,
+    calibrate_on: Annotated[
+        int, typer.Option("--calibrate-on", min=1, help="Documents that every decay is calibrated on.")
+    ] = Experiment.calibrate_on,
     page: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page of markdown.")] = None,
 ) -> None:
     """Train the variants of a question, several seeds each, and compare what they lose under eviction."""
     started = time.perf_counter()
     try:
         experiment = ablation(
-            name, seeds=seeds, budget=budget, length=length, model=model_name, steps=steps, train_documents=train_count
+            name,
+            seeds=seeds,
+            budget=budget,
+            length=length,
+            model=model_name,
+            steps=steps,
+            train_documents=train_count,
+            calibrate_on=calibrate_on,
         )
         experiment.check()
         with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -243,6 +252,7 @@ def command(experiment: Experiment, count: int) -> str:
         "--budget": experiment.budget,
         "--length": experiment.length,
         "--train-documents": experiment.train_documents,
+        "--calibrate-on": experiment.calibrate_on,
         "--model": experiment.model,
     }
     flags |= {} if experiment.steps is None else {"--steps": experiment.steps}

@@ -29,16 +29,12 @@ class Variant:
     method: str = "kvpop_mlp"
     documents: int | None = None
 
-    def recipe(self, steps: int | None = None) -> kvpop.Recipe:
-        return kvpop.recipe(**{"preset": "best", "steps": steps, **self.overrides})
+    def recipe(self, steps: int | None = None, calibrate_on: int | None = None) -> kvpop.Recipe:
+        return kvpop.recipe(**{"preset": "best", "steps": steps, "calibrate_on": calibrate_on, **self.overrides})
 
     def title(self, seed: int) -> str:
         """Of one training run: its row in an evaluation."""
         return f"{self.name}, seed {seed}"
-
-    def folder(self, seed: int) -> str:
-        """Of its checkpoint."""
-        return f"{self.name.replace(' ', '-')}-{seed}"
 
     def parts(self) -> dict[str, Any]:
         """All that it is made of, flat; ``documents`` None = all."""
@@ -60,6 +56,8 @@ class Experiment:
         length: tokens of every document.
         seeds: training runs of every variant.
         steps: of every training run; None keeps the recipe's.
+        calibrate_on: documents that every decay is calibrated on, fewer than the recipe's: most of an ablation's time
+            would go there.
         model: its name, for the page and the checkpoints.
     """
 
@@ -71,6 +69,7 @@ class Experiment:
     length: int = 1024
     seeds: int = 3
     steps: int | None = None
+    calibrate_on: int = 4
     model: str = "smollm2-135m"
 
     def check(self) -> None:
@@ -90,7 +89,7 @@ ABLATIONS = {
         Experiment(
             "aggregation",
             "Several query heads read one KV head. Is what a scorer foresees the attention of the head that pays most, "
-            "or their mean?",
+            "or their mean? (The loss counts attention, so that the mean of logs is not asked.)",
             (Variant("max", {"group": "max"}), Variant("log_mean", {"group": "log_mean"})),
         ),
         Experiment(
