@@ -94,10 +94,11 @@ ABLATIONS = {
         ),
         Experiment(
             "delay",
-            "Does it help to judge a token when it leaves the window, with a memory of what came after it?",
+            "Does it help to judge a token when it leaves the window, with a memory of what came after it? One feature a "
+            "head: more cost slots.",
             (
-                Variant("delay on", {"options": {"delay": True}}, "kvpop"),
-                Variant("delay off", {"options": {"delay": False}}, "kvpop"),
+                Variant("delay on", {"options": {"delay": True, "features": 1}}, "kvpop"),
+                Variant("delay off", {"options": {"delay": False, "features": 1}}, "kvpop"),
                 Variant("kvpop_mlp"),
             ),
         ),
