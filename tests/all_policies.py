@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvkeep
+from kvkeep.scorers.features import FeatureSpec
 from tiny import HANDED, tiny_model
 
 ENTRY = kvkeep.Budget(sinks=2, window=4, topk=10)
@@ -41,6 +42,13 @@ WITH_QUERIES = [
     ("expected_attention", BLOCKS, {"horizon": 16}),
     ("expected_attention", SINKS, {"use_covariance": False, "epsilon": 0.02}),
 ]
+FORESIGHT = [  # options of a random scorer, and of the policy
+    ("foresightkv", BLOCKS, {"hidden": 5}),
+    ("foresightkv", SINKS, {"features": FeatureSpec(windows=(2, "L"), normalize="log", age=True, keys="pre")}),
+    ("foresightkv", BLOCKS, {"features": FeatureSpec.released(), "sums": "ring"}),
+    ("foresightkv", SINKS, {"evict": "sample", "seed": 7}),
+]
+WITH_QUERIES += FORESIGHT
 ONLINE = WITHOUT_QUERIES + WITH_QUERIES * HANDED
 ORACLES = [
     ("golden", BLOCKS, {}),
@@ -57,7 +65,9 @@ def make(case, model=None):
     if not kvkeep.policies.describe(name).learned:
         return kvkeep.policies.create(name, budget, **options)
     config = (tiny_model() if model is None else model).config
-    return kvkeep.policies.create(name, budget, scorer=random_scorer(name, config, budget, **options))
+    own = {option: value for option, value in options.items() if option in ("evict", "pool", "seed", "sums")}
+    made = {option: value for option, value in options.items() if option not in own}
+    return kvkeep.policies.create(name, budget, scorer=random_scorer(name, config, budget, **made), **own)
 
 
 def random_scorer(name, config, budget, log_gamma=0.0, seed=0, **options):
@@ -79,4 +89,5 @@ def random_scorer(name, config, budget, log_gamma=0.0, seed=0, **options):
 
 def label(case):
     name, budget, options = case
-    return f"{name}-{budget.slots}" + "".join(f"-{value}" for value in options.values())
+    told = (value.normalize if isinstance(value, FeatureSpec) else value for value in options.values())
+    return f"{name}-{budget.slots}" + "".join(f"-{value}" for value in told)

@@ -45,7 +45,8 @@ def held_tokens(keys, queries, positions=None):
     batch, heads, count, size = keys.shape
     positions = torch.arange(count).expand(batch, heads, -1) if positions is None else positions
     geometry = Geometry(0, heads, queries.shape[2], size, scaling=1.0)
-    return Held(geometry, count, 0, keys, torch.ones_like(keys), positions.int(), {}, {}, queries)
+    everyone = torch.ones(positions.shape, dtype=torch.bool)
+    return Held(geometry, count, 0, keys, torch.ones_like(keys), positions.int(), {}, {}, queries, everyone, 1)
 
 
 # --- TOVA ------------------------------------------------------------------------------------------------------------

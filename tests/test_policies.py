@@ -318,9 +318,11 @@ def test_expected_attention_is_its_formula(embedding, use_covariance):
     keys, values = normal(2, 1, heads, count, SIZE, seed=1)
     memory = policy.new_memory(geometry, 1, torch.device("cpu"), torch.float64)
     for piece in (slice(0, 13), slice(13, 14), slice(14, seen)):
-        policy.observe(Observation(geometry, query[:, :, :, piece], torch.arange(seen)[None, piece], None, {}, memory))
+        rows = torch.arange(seen)[None, piece]
+        policy.observe(Observation(geometry, query[:, :, :, piece], rows, None, {}, memory, None, seen - rows))
     positions = torch.randperm(seen, generator=torch.Generator().manual_seed(3))[:count].expand(1, heads, -1)
-    got = policy.keep_scores(Held(geometry, seen, 0, keys, values, positions, {}, memory, None))
+    everyone = torch.ones(positions.shape, dtype=torch.bool)
+    got = policy.keep_scores(Held(geometry, seen, 0, keys, values, positions, {}, memory, None, everyone, 1))
 
     turn = [torch.eye(SIZE).double() if embedding is None else matrix(embedding, p) for p in range(seen + horizon)]
     coming = torch.stack(turn[seen:]).mean(0)

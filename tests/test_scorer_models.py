@@ -30,7 +30,7 @@ from tiny import FAMILIES, make_cache, random_ids, tiny_model
 
 
 def test_the_names_and_options_of_a_learned_policy():
-    assert policies.names()[-4:] == ["kvpop_mlp", "kvpop", "golden", "future_mass"]
+    assert policies.names()[-5:] == ["kvpop_mlp", "kvpop", "foresightkv", "golden", "future_mass"]
     for name in ("kvpop_mlp", "kvpop"):
         assert policies.describe(name).learned
         scorer = scorers.new(name, SMOL, 128)

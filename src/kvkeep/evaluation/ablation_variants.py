@@ -94,8 +94,8 @@ ABLATIONS = {
         ),
         Experiment(
             "delay",
-            "Does it help to judge a token when it leaves the window, with a memory of what came after it? One feature a "
-            "head: more cost slots.",
+            "Does it help to judge a token when it leaves the window, with a memory of what came after it? One feature "
+            "a head: more cost slots.",
             (
                 Variant("delay on", {"options": {"delay": True, "features": 1}}, "kvpop"),
                 Variant("delay off", {"options": {"delay": False, "features": 1}}, "kvpop"),

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from kvkeep.budget import Budget
 from kvkeep.policies.base import AttentionPolicy, EntryPolicy, Policy
 from kvkeep.policies.expected_attention import ExpectedAttention
+from kvkeep.policies.foresightkv import ForesightKV
 from kvkeep.policies.full import Full
 from kvkeep.policies.future_mass import FutureMass
 from kvkeep.policies.golden import Golden
@@ -22,7 +23,7 @@ from kvkeep.policies.streaming import Streaming
 from kvkeep.policies.tova import Tova
 
 _RULES = (Full, Random, Streaming, Tova, H2O, DecayedH2O, SnapKV, RKV, ExpectedAttention)
-_METHODS = (*_RULES, KVpopMLP, KVpop, Golden, FutureMass)
+_METHODS = (*_RULES, KVpopMLP, KVpop, ForesightKV, Golden, FutureMass)
 REGISTRY: dict[str, type[Policy]] = {method.name: method for method in _METHODS}
 
 __all__ = ["REGISTRY", "AttentionPolicy", "EntryPolicy", "Policy", "budget", "create", "describe", "names"]

@@ -88,7 +88,7 @@ class Policy:
     paper: ClassVar[str] = ""
     oracle: ClassVar[bool] = False  # sees the future: runs offline (replay) only
     learned: ClassVar[bool] = False  # needs a scorer, see kvkeep.policies.learned
-    needs_rotary: ClassVar[bool] = False  # wants Geometry.rotary filled in
+    needs_rotary: bool = False  # wants Geometry.rotary filled in
 
     def __init__(self, budget: Budget | None):
         self.budget = budget
@@ -171,6 +171,8 @@ class Held:
     statistics: dict[str, Tensor]  # name -> [B, H, N, ...]
     memory: Memory
     queries: Tensor | None  # [B, H, G, r, D], the newest queries, oldest first; None unless asked for
+    candidates: Tensor  # bool [B, H, N], True where a token may go: neither sink nor in the window
+    count: int  # how many will go
 
 
 @dataclass
@@ -183,13 +185,23 @@ class Observation:
     probabilities: Tensor  # [B, H, G, n, N]
     statistics: dict[str, Tensor]  # views [B, H, N, ...]: update in place
     memory: Memory
+    held: Tensor  # int32 [B, H, N], positions of the tokens held; negative where a slot is empty
+    until: Tensor  # int64 [B, n], queries until the next eviction, this one included: 1 = the last one before it
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number, or an array of numbers of ``shape``, that belongs to a slot: what a token enters with is ``fill``."""
+
+    shape: tuple[int, ...] = ()
+    fill: float = 0.0
 
 
 class AttentionPolicy(Policy):
     """Decides every ``interval`` queries from attention over the tokens held; needs the queries."""
 
     kind = "attention"
-    statistics: ClassVar[tuple[str, ...]] = ()  # numbers per slot, float32 or wider, 0 when a token enters
+    statistics: ClassVar[tuple[str, ...]] = ()  # names of numbers per slot, 0 when a token enters
 
     @classmethod
     def default_budget(cls, slots: int, **overrides: int) -> Budget:
@@ -208,8 +220,12 @@ class AttentionPolicy(Policy):
         """The state before the first token; ``dtype`` is that of softmax and statistics."""
         return {}
 
+    def slot_statistics(self, geometry: Geometry) -> dict[str, Statistic]:
+        """What is kept of every slot, in float32 or wider; by default one number for each of ``statistics``."""
+        return {name: Statistic() for name in self.statistics}
+
     def begin_interval(self, statistics: dict[str, Tensor]) -> None:
-        """Called at queries rest, rest + L, rest + 2L, ... after any eviction there, before the query attends."""
+        """Called at query rest, and after every eviction, before the next query attends."""
 
     def observe(self, seen: Observation) -> None:
         """Called after every query or block of queries."""

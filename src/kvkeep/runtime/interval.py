@@ -30,9 +30,11 @@ class IntervalResidency(Residency):
     def __init__(self, policy: AttentionPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False):
         super().__init__(policy, geometry, keys, values)
         self.dense = dense
-        self.fills = dict.fromkeys(policy.statistics, 0.0)
-        for name in policy.statistics:
-            self.slots.add_extra(name, (), self.wide)
+        self.due: int | None = None  # where a piece in hand ends in an eviction of its own
+        self.fills = {}
+        for name, statistic in policy.slot_statistics(geometry).items():
+            self.fills[name] = statistic.fill
+            self.slots.add_extra(name, statistic.shape, self.wide, statistic.fill)
         self.recent = None
         if policy.recent_queries:
             shape = (keys.shape[0], geometry.kv_heads, geometry.group, policy.recent_queries, geometry.head_dim)
@@ -55,6 +57,7 @@ class IntervalResidency(Residency):
         one_shot = self.dense and self.slots.held[0] + count > self.budget.slots
         if one_shot:
             self.slots = self.resized(self.slots.held[0] + count)
+            self.due = self.seen[0] + count
         while start < count:
             if not one_shot:
                 self.open_interval()
@@ -63,7 +66,9 @@ class IntervalResidency(Residency):
             outputs.append(self.attend(query[:, :, piece], keys[:, :, piece], values[:, :, piece]))
             start = stop
         if one_shot:
+            self.due = None
             self.evict()
+            self.begin()
             self.slots = self.resized(self.budget.slots)
         return torch.cat(outputs, 2)
 
@@ -77,10 +82,20 @@ class IntervalResidency(Residency):
 
     def open_interval(self) -> None:
         """At a boundary: evict down to ``rest`` and tell the policy that an interval begins."""
-        if self.boundary(self.seen[0]):
-            self.evict()
-            slots = self.slots
-            self.policy.begin_interval({name: slots.view(extra) for name, extra in slots.extras.items()})
+        query_index = self.seen[0]
+        if self.boundary(query_index) and (self.evict() or query_index == self.budget.rest):
+            self.begin()
+
+    def begin(self) -> None:
+        self.policy.begin_interval({name: self.slots.view(extra) for name, extra in self.slots.extras.items()})
+
+    def until_eviction(self, positions: Tensor) -> Tensor:
+        """Queries from each of ``positions`` int64 ``[B, n]`` to the next eviction, itself included."""
+        if self.due is not None:
+            return self.due - positions
+        rest, interval = self.budget.rest, self.budget.interval
+        intervals = ((positions - rest).div(interval, rounding_mode="floor") + 1).clamp(min=1)
+        return rest + intervals * interval - positions
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Write n pairs, attend over all held, let the policy watch."""
@@ -97,20 +112,24 @@ class IntervalResidency(Residency):
         )
         grouped = query.unflatten(1, (self.geometry.kv_heads, -1))  # [B, H, G, n, D]
         statistics = {name: slots.view(extra) for name, extra in slots.extras.items()}
-        self.policy.observe(Observation(self.geometry, grouped, positions, probabilities, statistics, self.memory))
+        until = self.until_eviction(positions)
+        self.policy.observe(
+            Observation(self.geometry, grouped, positions, probabilities, statistics, self.memory, held_at, until)
+        )
         if self.recent is not None:
             size = self.recent.shape[3]
             self.recent = torch.cat([self.recent[:, :, :, count:], grouped[:, :, :, -size:]], 3)
         self.seen = [seen + count for seen in self.seen]
         return output
 
-    def evict(self) -> None:
-        """Drop all but ``rest`` tokens of every row; rows are at the same query."""
+    def evict(self) -> bool:
+        """Drop all but ``rest`` tokens of every row, which are at the same query; False where there are no more."""
         slots, budget, query_index = self.slots, self.budget, self.seen[0]
         count = slots.held[0] - budget.rest
         if count <= 0:
-            return
+            return False
         positions = slots.view(slots.positions)
+        candidates = (positions >= budget.sinks) & (positions < query_index - budget.window)
         held = Held(
             geometry=self.geometry,
             query_index=query_index,
@@ -121,21 +140,23 @@ class IntervalResidency(Residency):
             statistics={name: slots.view(extra) for name, extra in slots.extras.items()},
             memory=self.memory,
             queries=self.recent,
+            candidates=candidates,
+            count=count,
         )
         scores = self.policy.keep_scores(held).to(self.wide)
         require_finite(scores, "keep scores", self.geometry.layer, query_index)
-        candidates = (positions >= budget.sinks) & (positions < query_index - budget.window)
         victims = lowest(scores, positions, candidates, count)
         if self.lifetimes is not None:
             self.lifetimes.scatter_(2, positions.gather(2, victims).long(), query_index)
         slots.drop(victims)
+        return True
 
     def resized(self, capacity: int) -> Slots:
         """The same tokens in more or fewer slots."""
         old = self.slots
         new = Slots.empty(old.keys, old.values, capacity)
         for name, extra in old.extras.items():
-            new.add_extra(name, extra.shape[3:], extra.dtype)
+            new.add_extra(name, extra.shape[3:], extra.dtype, self.fills[name])
         width = old.width
         for target, source in zip(new.tensors(), old.tensors(), strict=True):
             target[:, :, capacity - width :] = source[:, :, old.capacity - width :]

@@ -51,7 +51,8 @@ class LayerScorer(nn.Module):
         generator: draws the initial weights.
 
     Attributes:
-        input_mean, input_std: ``[H, 2D]`` of the key and value; fitted on training data, frozen; 0 and 1 before.
+        input_mean, input_std: ``[H, inputs]`` of what the network reads; fitted on training data, frozen; 0 and 1
+            before.
         score_mean, score_std: ``[H]`` of the raw output; likewise.
         log_gamma: ``[H]``, log of the decay per step in standard deviations of the score, <= 0; 0 = none.
     """
@@ -62,12 +63,30 @@ class LayerScorer(nn.Module):
     def __init__(self, shape: LayerShape, options, generator: torch.Generator):
         super().__init__()
         self.shape, self.options = shape, options
-        heads, inputs = shape.kv_heads, 2 * shape.head_dim
+        heads, inputs = shape.kv_heads, self.inputs(shape, options)
         self.register_buffer("input_mean", torch.zeros(heads, inputs))
         self.register_buffer("input_std", torch.ones(heads, inputs))
         self.register_buffer("score_mean", torch.zeros(heads))
         self.register_buffer("score_std", torch.ones(heads))
         self.register_buffer("log_gamma", torch.zeros(heads))
+
+    @classmethod
+    def inputs(cls, shape: LayerShape, options) -> int:
+        """How many numbers the network reads of a token: by default those of its key and value."""
+        return 2 * shape.head_dim
+
+    @classmethod
+    def split(cls, slots: int) -> Budget:
+        """The budget that a number of slots means by default: 4 sinks, a window of 32 (256 from 2,048 slots on).
+
+        Raises:
+            ScorerError: naming the numbers, where nothing is left.
+        """
+        sinks, window = 4, 256 if slots >= 2048 else 32
+        if slots <= sinks + window:
+            parts = f"sinks {sinks} + window {window} = {sinks + window}"
+            raise ScorerError(f"a budget of {slots} slots must be above {parts}")
+        return Budget(sinks=sinks, window=window, topk=slots - sinks - window)
 
     @classmethod
     def complete(cls, options, layout: Layout, room: float, window: int):
@@ -140,7 +159,7 @@ class LayerScorer(nn.Module):
 
     @torch.no_grad()
     def standardise_inputs(self, mean: Tensor, std: Tensor) -> None:
-        """Freeze the statistics ``[H, 2D]`` of the training data; a constant dimension counts as deviation 1."""
+        """Freeze the statistics ``[H, inputs]`` of the training data; a constant dimension counts as deviation 1."""
         self.input_mean.copy_(mean)
         self.input_std.copy_(torch.where(std > 0, std, torch.ones_like(std)))
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from kvkeep.budget import Budget
 from kvkeep.scorers.base import DECAY_STEP, SHARE, LayerScorer, Scorer, ScorerError
+from kvkeep.scorers.foresight import Foresight
 from kvkeep.scorers.layout import Layout
 from kvkeep.scorers.mlp import MLP
 from kvkeep.scorers.mlstm import MLSTM
 
-METHODS: dict[str, type[LayerScorer]] = {kind.method: kind for kind in (MLP, MLSTM)}
+METHODS: dict[str, type[LayerScorer]] = {kind.method: kind for kind in (MLP, MLSTM, Foresight)}
 
 
 def method(name: str) -> type[LayerScorer]:
@@ -60,8 +61,8 @@ def new(
         seed: of the initial weights.
         state_entries: what the memory is charged as, in tokens; None computes it.
         decay_step: tokens per step of the decay.
-        options: the method's own, see :class:`~kvkeep.scorers.mlp.MLPOptions` and
-            :class:`~kvkeep.scorers.mlstm.MLSTMOptions`.
+        options: the method's own, see :class:`~kvkeep.scorers.mlp.MLPOptions`,
+            :class:`~kvkeep.scorers.mlstm.MLSTMOptions` and :class:`~kvkeep.scorers.foresight.ForesightOptions`.
 
     Raises:
         ValueError: for an unknown method or option, a config without attention, or a budget too small.
@@ -76,7 +77,7 @@ def new(
     if not given:
         raise ScorerError("a scorer needs a budget to be made for")
     bounds = [None if isinstance(one, Budget) else _slots(one) for one in given]
-    budgets = [one if bound is None else _split(bound) for one, bound in zip(given, bounds, strict=True)]
+    budgets = [one if bound is None else kind.split(bound) for one, bound in zip(given, bounds, strict=True)]
     room = min(one.slots / (1 - SHARE) if bound is None else bound for one, bound in zip(budgets, bounds, strict=True))
     window = max(one.window for one in budgets)
     complete = kind.complete(make_options(name, options), layout, room, window)
@@ -103,11 +104,3 @@ def _slots(bound: Any) -> int:
         return operator.index(bound)
     except TypeError:
         raise ScorerError(f"a budget is a number of slots or a kvkeep.Budget, not {bound!r}") from None
-
-
-def _split(slots: int) -> Budget:
-    """The default split of an entry policy: 4 sinks, a window of 32 (256 from 2,048 slots on), the rest top-k."""
-    sinks, window = 4, 256 if slots >= 2048 else 32
-    if slots <= sinks + window:
-        raise ScorerError(f"a budget of {slots} slots must be above sinks {sinks} + window {window} = {sinks + window}")
-    return Budget(sinks=sinks, window=window, topk=slots - sinks - window)

@@ -1,0 +1,85 @@
+"""ForesightKV's scorer: a small network on a token's features, read at every eviction (arXiv 2602.03203)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from kvkeep.budget import Budget
+from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, per_head
+from kvkeep.scorers.features import FeatureSpec
+from kvkeep.scorers.layout import LayerShape
+
+INITIAL = 0.02  # deviation of weights and biases, the initializer range of the released code
+
+
+@dataclass(frozen=True)
+class ForesightOptions:
+    """Options of the ForesightKV scorer.
+
+    Args:
+        hidden: width; the paper's is 16.
+        features: what it reads, a :class:`~kvkeep.scorers.features.FeatureSpec` or its JSON.
+
+    Raises:
+        ScorerError: for a width below 1, or features that this version does not have.
+    """
+
+    hidden: int = 16
+    features: FeatureSpec = field(default_factory=FeatureSpec)
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1:
+            raise ScorerError(f"hidden must be at least 1, not {self.hidden}")
+        if isinstance(self.features, Mapping):
+            object.__setattr__(self, "features", FeatureSpec.from_json(self.features))
+        if not isinstance(self.features, FeatureSpec):
+            raise ScorerError(f"features must be a FeatureSpec, not a {type(self.features).__name__}")
+
+
+class Foresight(LayerScorer):
+    """``phi = W2 gelu(W1 x + b1) + b2``, weights of its own in every layer and KV head.
+
+    Paper: ForesightKV, arXiv 2602.03203, section 3.2: one hidden layer of 16, on keys, values and attention statistics.
+    Here phi is a keep score, higher stays; the released code's is an eviction score, its negative. Additions: features
+    are standardised per head with statistics fitted on training data and frozen, and everything is in float32.
+    """
+
+    method = "foresightkv"
+    Options = ForesightOptions
+
+    def __init__(self, shape: LayerShape, options: ForesightOptions, generator: torch.Generator):
+        super().__init__(shape, options, generator)
+        heads, inputs = shape.kv_heads, self.inputs(shape, options)
+        self.w1 = drawn(generator, heads, inputs, options.hidden, std=INITIAL)
+        self.b1 = drawn(generator, heads, options.hidden, std=INITIAL)
+        self.w2 = drawn(generator, heads, options.hidden, 1, std=INITIAL)
+        self.b2 = nn.Parameter(torch.zeros(heads, 1))  # ranks do not depend on it
+
+    @classmethod
+    def inputs(cls, shape: LayerShape, options: ForesightOptions) -> int:
+        return options.features.width(shape.head_dim, shape.query_heads // shape.kv_heads)
+
+    @classmethod
+    def split(cls, slots: int) -> Budget:
+        """The default of an attention policy that is evicted every quarter of its slots, which are protected."""
+        interval = max(slots // 4, 1)
+        if slots <= 2 * interval:
+            raise ScorerError(f"a budget of {slots} slots must be above window {interval} + interval {interval}")
+        return Budget(sinks=0, window=interval, topk=slots - 2 * interval, interval=interval)
+
+    @property
+    def features(self) -> FeatureSpec:
+        return self.options.features
+
+    def raw(self, entering: Tensor, leaving: Tensor, state: State) -> Tensor:
+        hidden = gelu(per_head(leaving, self.w1, self.b1))  # [B, H, n, hidden]
+        return per_head(hidden, self.w2, self.b2)[..., 0]
+
+    def keep(self, features: Tensor) -> Tensor:
+        """Keep scores ``[B, H, n]`` of tokens with features ``[B, H, n, width]``, see :meth:`FeatureSpec.build`."""
+        return self.score((features,), (features,), {})
