@@ -17,6 +17,7 @@ import kvkeep
 from kvkeep.attention_mass import future_attention
 from kvkeep.scorers import model_fingerprint
 from kvkeep.training import kvpop, losses
+from kvkeep.training.corpus import data_fingerprint
 from kvkeep.training.decay import LearnedDecay
 from kvkeep.training.fit import Fit, Schedule
 from kvkeep.training.harvest import harvest
@@ -82,7 +83,7 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(model, tmp_path, me
     assert loaded.fingerprint() == scorer.fingerprint()
     assert list(loaded.budgets) == BUDGETS
     assert loaded.metadata["base_fingerprint"] == model_fingerprint(model)
-    assert loaded.metadata["data_fingerprint"] == kvpop.data_fingerprint(texts(6))
+    assert loaded.metadata["data_fingerprint"] == data_fingerprint(texts(6))
     assert loaded.metadata["recipe"]["schedule"]["steps"] == 30
     held_out = loaded.metadata["metrics"]["held_out"]
     assert held_out["documents"] == 1

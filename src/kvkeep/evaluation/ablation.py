@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep import scorers
@@ -37,10 +36,10 @@ from kvkeep.evaluation.store import key, require_writable, write_atomic
 from kvkeep.lifetimes import chance_recall, recall
 from kvkeep.runtime import models
 from kvkeep.training import kvpop
+from kvkeep.training.corpus import Texts, data_fingerprint
 from kvkeep.training.harvest import harvest
 from kvkeep.training.state import jsonable
 
-Texts = Sequence[tuple[Any, Tensor]]  # what documents.pack returns
 Told = Callable[[str, int, int], None]
 
 
@@ -137,7 +136,7 @@ def _trainings(experiment: Experiment, model: PreTrainedModel, train: Texts, tes
             "recipe": jsonable(asdict(recipe)),
             "budget": experiment.budget,
             "model": fingerprint,
-            "data": kvpop.data_fingerprint(documents.in_turn(train, variant.documents)),
+            "data": data_fingerprint(documents.in_turn(train, variant.documents)),
         }
     return found
 

@@ -1,14 +1,8 @@
-"""Fit a scorer to shards: one loop for every loss, resumable to the last digit.
-
-Step i takes the documents that a seeded shuffle of its epoch puts there, so nothing of the order has to be saved, and a
-run that was killed and resumed sees the same documents, losses and weights as one that was not.
-"""
+"""Fit a KVpop scorer to shards: one class for every loss, resumable (see :mod:`kvkeep.training.loop`)."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +17,7 @@ from kvkeep.scorers import Scorer
 from kvkeep.training import losses
 from kvkeep.training.decay import FittedDecay, LearnedDecay
 from kvkeep.training.harvest import Shard
-from kvkeep.training.state import Log, load_state, save_state
+from kvkeep.training.loop import Group, Loop, Progress
 
 LOSSES = ("intensity", "regression", "boundary")
 DECAYS = ("fitted", "calibrated", "learned", "off")
@@ -95,7 +89,7 @@ class Schedule:
             )
 
 
-class Fit:
+class Fit(Loop):
     """A scorer being fitted. ``run`` does everything; the parts are methods so that tests can look at them.
 
     Args:
@@ -117,79 +111,38 @@ class Fit:
         folder: Path,
         resume: bool = False,
         seed: int = 0,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress | None = None,
     ):
         if not train:
             raise ValueError("there are no documents to train on")
-        self.scorer, self.train, self.held_out, self.schedule = scorer, list(train), list(held_out), schedule
-        self.seed, self.progress, self.path = seed, progress, folder / "state.safetensors"
+        self.scorer, self.train, self.held_out = scorer, list(train), list(held_out)
         self.budgets: tuple[Budget, ...] = scorer.budgets
         self.pooled = schedule.tokens is not None and not scorer.stateful
         self.batch = schedule.batch if self.pooled or schedule.tokens is None else schedule.whole
         self.learned = LearnedDecay(scorer, schedule.gamma) if schedule.decay == "learned" else None
         self.fitted = FittedDecay(scorer) if schedule.loss == "intensity" else None
-        self.module = torch.nn.ModuleDict({"scorer": scorer})
-        groups = [{"params": list(scorer.parameters()), "lr": schedule.lr, "peak": schedule.lr}]
+        module = torch.nn.ModuleDict({"scorer": scorer})
+        groups = [Group(list(scorer.parameters()), schedule.lr)]
         decay, peak = (self.learned, schedule.gamma_lr) if self.fitted is None else (self.fitted, schedule.fitted_lr)
         if decay is not None:
-            self.module["decay"] = decay
-            groups.append({"params": list(decay.parameters()), "lr": 0.0, "peak": peak})
-        self.optimizer = torch.optim.AdamW(groups, betas=schedule.betas, weight_decay=schedule.weight_decay)
-        self.step, self.best, self.waited, self.label, self.base = 0, math.inf, 0, {}, {}
+            module["decay"] = decay
+            groups.append(Group(list(decay.parameters()), peak))
+        self.label, self.base = {}, {}
         self.per_document: dict[str, list[float]] = {}
-        if resume and self.path.exists():
-            record = load_state(self.path, self.module, self.optimizer)
-            self.step, self.best, self.waited = record["step"], record["best"], record["waited"]
-        self.log = Log(folder / "log.jsonl", self.step)
+        super().__init__(module, groups, schedule, folder, resume, seed, progress)
 
     def run(self) -> dict[str, Interval]:
         """Fit to the end; returns the last held-out metrics with intervals over documents (none without such)."""
         self.measure()
-        while self.step < self.schedule.steps and not self.stopped:
-            started = time.perf_counter()
-            record = {"step": self.step, **self.update()}
-            seconds = time.perf_counter() - started
-            self.step += 1
-            last = self.step == self.schedule.steps
-            if self.held_out and (last or self.step % self.schedule.evaluate_every == 0):
-                metrics = self.evaluate()
-                record |= {f"held_out_{name}": value for name, value in metrics.items()}
-                self.waited = 0 if metrics["loss"] < self.best else self.waited + 1
-                self.best = min(self.best, metrics["loss"])
-            self.log.write(record | {"tokens_per_second": round(record["tokens"] / seconds, 1)})
-            if last or self.stopped or self.step % self.schedule.save_every == 0:
-                save_state(
-                    self.path,
-                    self.module,
-                    self.optimizer,
-                    {"step": self.step, "best": self.best, "waited": self.waited},
-                )
-            if self.progress is not None:
-                self.progress("fit", self.step, self.schedule.steps)
+        self.advance()
         if self.held_out and not self.per_document:  # killed after the last step, and resumed
             self.evaluate()
         self.finish()
         return {name: bootstrap_ratio(each, [1.0] * len(each)) for name, each in self.per_document.items()}
 
-    @property
-    def stopped(self) -> bool:
-        return bool(self.schedule.patience) and self.waited >= self.schedule.patience
-
-    def documents(self, step: int) -> list[Shard]:
-        """The shards of a step: a fresh seeded shuffle every epoch."""
-        chosen = []
-        for position in range(step * self.batch, (step + 1) * self.batch):
-            epoch, place = divmod(position, len(self.train))
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            chosen.append(self.train[int(torch.randperm(len(self.train), generator=generator)[place])])
-        return chosen
-
     def update(self) -> dict[str, float]:
         """One optimiser step; losses are means over layers, documents and budgets."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * self.rate(self.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        shards, total = self.documents(self.step), 0.0
+        shards, total = self.shuffled(self.train, self.batch, self.step), 0.0
         drawn = [self.drawn(shard, place) for place, shard in enumerate(shards)] if self.pooled else None
         for shape in self.scorer.geometry:
             for part in [shards] if self.pooled else [[shard] for shard in shards]:
@@ -197,12 +150,7 @@ class Fit:
                 loss.backward()
                 total += float(loss.detach())
         tokens = sum(map(len, drawn)) if self.pooled else sum(shard.length for shard in shards)
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.schedule.clip)
-        if not bool(torch.isfinite(norm)):
-            raise ValueError(f"the gradient is not finite at step {self.step}")
-        self.optimizer.step()
-        record = {"loss": total, "gradient_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
+        record = {"loss": total, **self.descend()}
         if self.learned is not None:
             self.learned.clamp()
             gammas = torch.cat([self.learned.log_gamma(shape.index) for shape in self.scorer.geometry]).detach().exp()
@@ -212,13 +160,6 @@ class Fit:
             rates = torch.cat(list(self.fitted.rate.values())).detach()
             record |= {"decay_mean": float(rates.mean()), "decay_max": float(rates.max())}
         return record | {"tokens": tokens}
-
-    def rate(self, step: int) -> float:
-        """Share of the peak learning rate: linear warm-up, then cosine to 0."""
-        if step < self.schedule.warmup:
-            return (step + 1) / (self.schedule.warmup + 1)
-        past = (step - self.schedule.warmup) / max(self.schedule.steps - self.schedule.warmup, 1)
-        return 0.5 * (1 + math.cos(math.pi * past))
 
     def drawn(self, shard: Shard, place: int) -> Tensor:
         """Indices of the tokens that a step looks at in its document number ``place``."""

@@ -14,19 +14,16 @@ Presets
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep import scorers
 from kvkeep.budget import Budget
+from kvkeep.training.corpus import Texts, data_fingerprint, mixed, require_long_enough, trained_on
 from kvkeep.training.decay import FACTORS, GRID, calibrate_decay
 from kvkeep.training.fit import Fit, Schedule
 from kvkeep.training.harvest import harvest
@@ -116,7 +113,7 @@ def recipe(preset: str, steps: int | None = None, **overrides: Any) -> Recipe:
 def train(
     method: str,
     model: PreTrainedModel,
-    documents: Sequence[tuple[object, Tensor]],
+    documents: Texts,
     budgets: Sequence[Budget | int],
     out: str | Path,
     settings: Recipe | None = None,
@@ -157,11 +154,7 @@ def train(
     windows = {budget.window for budget in scorer.budgets}
     if len(windows) != 1:
         raise ValueError(f"the budgets of one scorer share their window, not {sorted(windows)}: labels depend on it")
-    short = [document.name for document, ids in documents if ids.numel() <= max(b.rest for b in scorer.budgets) + 1]
-    if short or len(documents) < 2:
-        raise ValueError(
-            f"{short[0]} is no longer than the largest budget" if short else "training takes two documents or more"
-        )
+    require_long_enough(documents, max(budget.rest for budget in scorer.budgets))
     schedule, record = settings.schedule, _record(method, settings, scorer.budgets, seed, documents)
     if start is not None:
         start.require_fits(model.config, scorers.model_fingerprint(model))
@@ -185,11 +178,10 @@ def train(
         progress=progress,
         **target,
     )
-    held = min(max(round(settings.held_out * len(pieces)), 1 if settings.held_out else 0), len(pieces) - 1)
-    cut = len(pieces) - held
+    cut = trained_on(len(pieces), settings.held_out)
     fit = Fit(scorer, pieces[:cut], pieces[cut:], schedule, run, resume, seed, progress)
     held_out = {name: {"value": found.value, "interval": [found.low, found.high]} for name, found in fit.run().items()}
-    metrics: dict[str, Any] = {"held_out": held_out | {"documents": held}}
+    metrics: dict[str, Any] = {"held_out": held_out | {"documents": len(pieces) - cut}}
     if settings.schedule.decay in ("fitted", "calibrated"):
         fitted = settings.schedule.decay == "fitted"
         grid = settings.decays or (FACTORS if fitted else GRID)
@@ -212,21 +204,6 @@ def train(
         command=command,
     )
     return scorer
-
-
-def mixed(documents: Sequence[tuple[object, Tensor]]) -> list[tuple[object, Tensor]]:
-    """The documents in an order that depends on their number alone, so that held-out and calibration documents are of
-    every kind, and the same ones whatever the seed of the training."""
-    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(0))
-    return [documents[index] for index in order.tolist()]
-
-
-def data_fingerprint(documents: Sequence[tuple[object, Tensor]]) -> str:
-    """16 hexadecimal digits over the token ids of all documents, in order."""
-    digest = hashlib.sha256()
-    for _, ids in documents:
-        digest.update(json.dumps(ids.tolist()).encode())
-    return digest.hexdigest()[:16]
 
 
 def _record(method: str, settings: Recipe, budgets, seed: int, documents) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from kvkeep.policies.base import Policy
 from kvkeep.runtime.replay import by_blocks, hidden_states, kvkeep_attention
 from kvkeep.scorers import Scorer, model_fingerprint
 from kvkeep.training import losses
+from kvkeep.training.corpus import data_fingerprint
 from kvkeep.training.harvest import TARGET_SOURCES
-from kvkeep.training.kvpop import data_fingerprint
 from kvkeep.training.rows import Row, pack_rows
 from kvkeep.training.score_loss import SCORE_LOSSES, ScoreLoss, keep_rate
 from kvkeep.training.state import Log, jsonable, load_state, open_run, save_state
