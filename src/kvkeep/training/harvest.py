@@ -127,7 +127,7 @@ def harvest(
     for done, (document, ids) in enumerate(documents):
         if progress is not None:
             progress("harvest", done, len(documents))
-        plain, aged = (folder / f"{_digest([*settings, *more], ids)}.safetensors" for more in ((), AGES))
+        plain, aged = (folder / f"{digest([*settings, *more], ids)}.safetensors" for more in ((), AGES))
         shard = Shard(document.name, aged if ages or aged.exists() else plain)  # ages do no harm to who needs none
         if not shard.path.exists():
             _write(shard, _read(model, ids, policy, window, target, target_source, STORAGE[storage], ages))
@@ -137,7 +137,8 @@ def harvest(
     return shards
 
 
-def _digest(settings: list, ids: Tensor) -> str:
+def digest(settings: list, ids: Tensor) -> str:
+    """A shard's name: 24 hexadecimal digits over settings and ids."""
     return hashlib.sha256(json.dumps([settings, ids.tolist()]).encode()).hexdigest()[:24]
 
 

@@ -1,0 +1,211 @@
+"""ForesightKV (arXiv 2602.03203) on a frozen backbone: traces in, a scorer checkpoint out.
+
+Stages
+    ``sft``     read every document once along golden's evictions (:mod:`~kvkeep.training.traces`), fit the scorer to
+                what golden knows (:mod:`~kvkeep.training.rank`).
+    ``dagger``  go on from such a scorer: the oracle also labels the states that the scorer's own evictions reach.
+
+Presets
+    ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
+                   a cosine over 1,000 steps, 8 traces a step.
+    ``best``       the default: statistics on a log scale and the age, 128 hidden units, regression on log alpha.
+    ``mini``       ``best`` in a few steps, to see that everything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvkeep import scorers
+from kvkeep.budget import Budget
+from kvkeep.runtime.geometry import rotary, text_config
+from kvkeep.scorers.features import FeatureSpec
+from kvkeep.training.corpus import Texts, data_fingerprint, mixed, require_long_enough, trained_on
+from kvkeep.training.loop import Progress
+from kvkeep.training.rank import Rank, Schedule
+from kvkeep.training.state import jsonable, open_run
+from kvkeep.training.traces import SPACING, Trace, harvest
+
+METHOD = "foresightkv"
+STAGES = ("sft", "dagger")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run needs besides model and data; JSON-friendly, recorded in the checkpoint.
+
+    Attributes:
+        preset: the one it began as.
+        schedule: of the fit.
+        hidden: width of the scoring network.
+        features: what it reads.
+        held_out: share of the documents kept for held-out evaluation and early stop.
+        storage: of harvested keys, values and sums.
+    """
+
+    preset: str = "best"
+    schedule: Schedule = field(default_factory=Schedule)
+    hidden: int = 128
+    features: FeatureSpec = field(default_factory=FeatureSpec.best)
+    held_out: float = 0.1
+    storage: str = SPACING
+
+
+PRESETS = {
+    "best": Recipe(),
+    "published": Recipe(
+        preset="published",
+        schedule=Schedule(loss="ranking", steps=1000, batch=8, lr=1e-2, warmup=10, weight_decay=0.0, clip=1.0),
+        hidden=16,
+        features=FeatureSpec.paper(),
+    ),
+    "mini": Recipe(preset="mini", schedule=Schedule(steps=40, warmup=4, evaluate_every=20, save_every=20), hidden=16),
+}
+
+
+def recipe(preset: str, steps: int | None = None, **overrides: Any) -> Recipe:
+    """A preset with parts replaced.
+
+    Args:
+        preset: a name of ``PRESETS``.
+        steps: optimiser steps; None keeps the preset's.
+        overrides: fields of :class:`Recipe` or :class:`~kvkeep.training.rank.Schedule`; None keeps the preset's.
+
+    Raises:
+        ValueError: for an unknown preset or field.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
+    given = {name: value for name, value in {"steps": steps, **overrides}.items() if value is not None}
+    timing = {name: given.pop(name) for name in list(given) if name in Schedule.__dataclass_fields__}
+    unknown = set(given) - set(Recipe.__dataclass_fields__)
+    if unknown:
+        raise ValueError(f"a recipe has no {', '.join(sorted(unknown))}")
+    base = PRESETS[preset]
+    return replace(base, schedule=replace(base.schedule, **timing), **given)
+
+
+def train(
+    model: PreTrainedModel,
+    documents: Texts,
+    budgets: Sequence[Budget | int],
+    out: str | Path,
+    settings: Recipe | None = None,
+    stage: str = "sft",
+    start: scorers.Scorer | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    base_model: str | None = None,
+    command: str | None = None,
+    shards: str | Path | None = None,
+    half: bool = False,
+    progress: Progress | None = None,
+) -> scorers.Scorer:
+    """Train a scorer and save it in ``out``.
+
+    Args:
+        model: the frozen backbone.
+        documents: pairs of a document and its ids ``[S]``, longer than every budget's slots.
+        budgets: slots, or budgets with an interval.
+        out: the checkpoint folder; ``out/run`` holds the log, the state and the shards while it is made.
+        settings: see :func:`recipe`; None = the preset ``best``.
+        stage: "sft" or "dagger".
+        start: the scorer that "dagger" goes on from, with its features and width.
+        seed: of initial weights and order.
+        resume: go on where an earlier run in ``out`` was stopped; without it an unfinished run is refused.
+        base_model: recorded as the model's name; None takes the config's.
+        command: recorded in the model card.
+        shards: where harvested traces live; several runs may share them. None = ``out/run/shards``.
+        half: store weight matrices in float16, half the size.
+        progress: called with (stage, done, total).
+
+    Raises:
+        ValueError: for an unknown stage, a start that is missing or not wanted, documents too short or too few, or an
+            ``out`` that holds another run.
+    """
+    settings = PRESETS["best"] if settings is None else settings
+    if stage not in STAGES:
+        raise ValueError(f"stage is one of {', '.join(STAGES)}, not {stage!r}")
+    if (start is not None) != (stage == "dagger"):
+        raise ValueError(
+            "stage 'dagger' goes on from a scorer of stage 'sft': start from one"
+            if start is None
+            else "stage 'sft' starts from nothing, so it takes no scorer"
+        )
+    scorer = _fresh(model, budgets, settings, seed, start)
+    require_long_enough(documents, max(budget.slots for budget in scorer.budgets))
+    record = {
+        "method": METHOD,
+        "stage": stage,
+        "recipe": asdict(settings),
+        "budgets": [asdict(budget) for budget in scorer.budgets],
+        "seed": seed,
+        "data": data_fingerprint(documents),
+        "start": None if start is None else start.fingerprint(),
+    }
+    run = open_run(Path(out), jsonable(record), resume)
+    documents = mixed(documents)
+    spec, folder = scorer.layer(scorer.geometry[0].index).features, run / "shards" if shards is None else Path(shards)
+    cut = trained_on(len(documents), settings.held_out)
+    reading = {"spec": spec, "storage": settings.storage, "progress": progress}
+    train_on = harvest(model, documents[:cut], scorer.budgets, folder, **reading)
+    held_out = harvest(model, documents[cut:], scorer.budgets, folder, **reading)
+    if start is not None:
+        train_on += harvest(model, documents[:cut], scorer.budgets, folder, student=start, **reading)
+    fit = Rank(
+        scorer,
+        train_on,
+        held_out,
+        settings.schedule,
+        run,
+        rotaries(model, scorer),
+        fresh=start is None,
+        resume=resume,
+        seed=seed,
+        progress=progress,
+    )
+    found = {name: {"value": each.value, "interval": [each.low, each.high]} for name, each in fit.run().items()}
+    scorer.save_pretrained(
+        out,
+        half=half,
+        base_model=base_model or model.config.name_or_path,
+        base_fingerprint=scorers.model_fingerprint(model),
+        data_fingerprint=record["data"],
+        metrics={"held_out": found | {"traces": len(held_out)}},
+        recipe=jsonable(asdict(settings)),
+        stage=stage,
+        start=record["start"],
+        seed=seed,
+        league="frozen backbone",
+        steps=fit.step,
+        documents=len(documents),
+        command=command,
+    )
+    return scorer
+
+
+def _fresh(model, budgets, settings: Recipe, seed: int, start: scorers.Scorer | None) -> scorers.Scorer:
+    """A new scorer, or one that begins as another."""
+    if start is None:
+        options = {"hidden": settings.hidden, "features": settings.features}
+        return scorers.new(METHOD, model.config, list(budgets), seed=seed, **options)
+    if start.method != METHOD:
+        raise ValueError(f"stage 'dagger' goes on from a {METHOD} scorer, not a {start.method} scorer")
+    start.require_fits(model.config, scorers.model_fingerprint(model))
+    scorer = scorers.new(METHOD, model.config, list(budgets), seed=seed, **start.options)
+    scorer.load_state_dict(start.state_dict())
+    return scorer
+
+
+def rotaries(model: PreTrainedModel, scorer: scorers.Scorer) -> dict[int, Any]:
+    """The rotary embedding of every layer that the scorer works in."""
+    config = text_config(model.config)
+    return {shape.index: rotary(config, shape.index, shape.head_dim) for shape in scorer.geometry}
+
+
+__all__ = ["METHOD", "PRESETS", "STAGES", "Recipe", "Trace", "recipe", "train"]

@@ -1,0 +1,250 @@
+"""What an oracle has to say of a trace, eviction by eviction: harvested once, kept on disk (ForesightKV, section 3.3).
+
+Neither labels nor features depend on the scorer that is fitted to them: a trace follows the oracle's evictions, so one
+dense forward for the labels and one along the evictions serve all epochs. Under a student's evictions instead, the
+oracle relabels the states that the student reaches (DAgger).
+
+A shard holds keys and values once and, for every eviction, which tokens could go, the raw sums of attention that they
+had received, and their future attention alpha; features are built from it when they are read, so that scorers with
+different features share shards.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.budget import Budget
+from kvkeep.policies.base import Geometry, Held, Memory, Observation, Rotary, Statistic
+from kvkeep.policies.foresightkv import ForesightKV
+from kvkeep.policies.golden import Golden
+from kvkeep.runtime.replay import replay
+from kvkeep.scorers import Scorer, model_fingerprint
+from kvkeep.scorers.features import FeatureSpec
+from kvkeep.slots import gather_slots
+from kvkeep.training.harvest import STORAGE, digest
+from kvkeep.training.loop import Progress
+
+SPACING = "float16"  # of keys, values and sums on disk
+
+
+def collected(spec: FeatureSpec) -> FeatureSpec:
+    """The features whose sums a shard holds: all those of ``spec``, and the usual ones, so that others may share it."""
+    usual = (8, 16, 32, "L")
+    windows = (*usual, *(width for width in spec.windows if width not in usual))
+    decay = 0.9 if spec.decay is None else spec.decay
+    return FeatureSpec(extremes=True, windows=windows, cumulative=True, decay=decay)
+
+
+class Tracing(Golden):
+    """Golden eviction, or a student's, that writes down what it sees; see :func:`harvest`.
+
+    Args:
+        budget: as the scorer's.
+        spec: whose sums are kept.
+        student: acts instead of the oracle.
+    """
+
+    def __init__(self, budget: Budget, spec: FeatureSpec, student: ForesightKV | None = None):
+        super().__init__(budget)
+        self._spec, self._student = spec, student
+        self._seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # layer -> (tokens, sums, alpha) by eviction
+
+    @property
+    def needs_rotary(self) -> bool:
+        return self._student is not None and self._student.needs_rotary
+
+    def slot_statistics(self, geometry: Geometry) -> dict[str, Statistic]:
+        return {name: Statistic(*given) for name, given in self._spec.accumulators(geometry.group).items()}
+
+    def foresee(self, geometry: Geometry, query: Tensor, key: Tensor) -> Memory:
+        memory = super().foresee(geometry, query, key)
+        if self._student is not None:
+            memory |= self._student.new_memory(geometry, key.shape[0], key.device, key.dtype)
+        return memory
+
+    def begin_interval(self, statistics: dict[str, Tensor]) -> None:
+        self._spec.begin(statistics)
+
+    def observe(self, seen: Observation) -> None:
+        self._spec.observe(
+            seen.statistics, seen.probabilities, seen.positions, seen.held, seen.until, self.budget.interval
+        )
+
+    def keep_scores(self, held: Held) -> Tensor:
+        alpha = super().keep_scores(held)
+        count = int(held.candidates[0, 0].sum())
+        oldest = held.positions.masked_fill(~held.candidates, torch.iinfo(held.positions.dtype).max)
+        order = oldest.argsort(-1)[..., :count]  # the candidates, in order of position
+        sums = stacked(self._spec, held.statistics)
+        parts = tuple(gather_slots(tensor, order) for tensor in (held.positions, sums, alpha))
+        self._seen.setdefault(held.geometry.layer, []).append(parts)
+        return alpha if self._student is None else self._student.keep_scores(held)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Of the one row replayed: ``tokens.L`` ``[M, H, C]``, ``sums.L`` ``[M, H, C, K]`` and ``alpha.L``."""
+        found = {}
+        for layer, evictions in self._seen.items():
+            tokens, sums, alpha = (torch.cat(parts) for parts in zip(*evictions, strict=True))
+            found |= {f"tokens.{layer}": tokens.int(), f"sums.{layer}": sums, f"alpha.{layer}": alpha.float()}
+        return found
+
+
+def stacked(spec: FeatureSpec, kept: dict[str, Tensor]) -> Tensor:
+    """Accumulators ``[B, H, N, G]`` and ``[B, H, N]`` by name -> ``[B, H, N, K]``, in the order of their names."""
+    group = next(iter(kept.values())).shape[-1]
+    return torch.cat([kept[name].reshape(*kept[name].shape[:3], -1) for name in spec.accumulators(group)], -1)
+
+
+def unstacked(spec: FeatureSpec, sums: Tensor, group: int) -> dict[str, Tensor]:
+    """The inverse of :func:`stacked`."""
+    found, first = {}, 0
+    for name, (shape, _) in spec.accumulators(group).items():
+        size = group if shape else 1
+        part = sums[..., first : first + size]
+        found[name] = part if shape else part[..., 0]
+        first += size
+    return found
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One document's evictions at one budget, on disk; tensors are read when asked for.
+
+    Attributes:
+        name: of the document.
+        path: safetensors with ``key.L``, ``value.L`` ``[H, S, D]`` and what :meth:`Tracing.tensors` says.
+        budget: under which it was read.
+        spec: whose sums it holds.
+    """
+
+    name: str
+    path: Path
+    budget: Budget
+    spec: FeatureSpec
+
+    @functools.cached_property
+    def evictions(self) -> int:
+        """How many there are in every head."""
+        names = self._file.keys()
+        return self._file.get_slice(next(name for name in names if name.startswith("alpha."))).get_shape()[0]
+
+    def features(
+        self, layer: int, group: int, spec: FeatureSpec, evictions: Tensor, rotary: Rotary | None = None
+    ) -> Tensor:
+        """Features ``[m, H, C, width]`` of the candidates at some evictions (int64 ``[m]``), not standardised."""
+        tokens = self._read(f"tokens.{layer}")[evictions]  # [m, H, C]
+        kept = unstacked(self.spec, self._read(f"sums.{layer}")[evictions].float(), group)
+        keys, values = (
+            gather_slots(self._read(f"{part}.{layer}").expand(len(evictions), -1, -1, -1), tokens).float()
+            for part in ("key", "value")
+        )
+        if spec.kv and spec.keys == "pre" and rotary is not None:
+            keys = rotary.unrotate(keys, tokens)
+        rest, interval = self.budget.rest, self.budget.interval
+        rows = zip(evictions.tolist(), range(len(evictions)), strict=True)
+        built = [
+            spec.build(
+                keys[row : row + 1],
+                values[row : row + 1],
+                {name: tensor[row : row + 1] for name, tensor in kept.items()},
+                tokens[row : row + 1],
+                rest + (eviction + 1) * interval,
+                interval,
+            )
+            for eviction, row in rows
+        ]
+        return torch.cat(built)
+
+    def alpha(self, layer: int, evictions: Tensor) -> Tensor:
+        """Future attention ``[m, H, C]`` of the candidates."""
+        return self._read(f"alpha.{layer}")[evictions]
+
+    @functools.cached_property
+    def _file(self):
+        return safe_open(self.path, framework="pt")
+
+    def _read(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+
+def harvest(
+    model: PreTrainedModel,
+    documents: Sequence[tuple[object, Tensor]],
+    budgets: Sequence[Budget],
+    folder: str | Path,
+    spec: FeatureSpec,
+    student: Scorer | None = None,
+    storage: str = SPACING,
+    progress: Progress | None = None,
+) -> list[Trace]:
+    """Traces of documents at budgets, those that exist already left as they are.
+
+    Args:
+        model: the frozen backbone.
+        documents: pairs of a document (``.name``) and its ids ``[S]``, longer than every budget's slots.
+        budgets: with an interval.
+        folder: where shards live; created.
+        spec: features that will be read; more are kept, see :func:`collected`.
+        student: whose evictions the trace follows, by its lowest scores; None = golden's.
+        storage: of keys, values and sums: "float16", "bfloat16" or "float32".
+        progress: called with (stage, done, total).
+
+    Returns:
+        One trace per document and budget, document after document.
+
+    Raises:
+        ValueError: for an unknown storage, or keys and values that do not fit it.
+    """
+    if storage not in STORAGE:
+        raise ValueError(f"storage is one of {', '.join(STORAGE)}, not {storage!r}")
+    folder, kept = Path(folder), collected(spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    actor = "golden" if student is None else student.fingerprint()
+    settings = [model_fingerprint(model), kept.to_json(), storage, actor]
+    wanted = [(document, ids, budget) for document, ids in documents for budget in budgets]
+    traces = []
+    for done, (document, ids, budget) in enumerate(wanted):
+        if progress is not None:
+            progress("harvest", done, len(wanted))
+        name = f"trace-{digest([*settings, json.dumps(vars(budget))], ids)}.safetensors"
+        trace = Trace(document.name, folder / name, budget, kept)
+        if not trace.path.exists():
+            acting = None if student is None else ForesightKV(budget, student)
+            _write(trace, _read(model, ids, Tracing(budget, kept, acting), STORAGE[storage]))
+        traces.append(trace)
+    if progress is not None:
+        progress("harvest", len(wanted), len(wanted))
+    return traces
+
+
+def _read(model: PreTrainedModel, ids: Tensor, policy: Tracing, storage: torch.dtype) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+
+    def observe(geometry: Geometry, query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor) -> None:
+        tensors[f"key.{geometry.layer}"], tensors[f"value.{geometry.layer}"] = key[0], value[0]
+
+    replay(model, ids.reshape(1, -1).to(model.device), policy, observe=observe)
+    tensors |= policy.tensors()
+    for name, tensor in tensors.items():
+        if name.startswith(("key.", "value.", "sums.")):
+            finite = tensor.where(tensor.isfinite(), 0.0)  # the least attention of a token that nobody has seen
+            if not bool(torch.isfinite(finite.to(storage)).all()):
+                raise ValueError(f"{name.split('.')[0]} of layer {name.split('.')[1]} does not fit {storage}")
+            tensors[name] = tensor.to(storage)
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _write(trace: Trace, tensors: dict[str, Tensor]) -> None:
+    beside = trace.path.with_suffix(".tmp")
+    save_file(tensors, beside)
+    beside.rename(trace.path)

@@ -1,0 +1,304 @@
+"""ForesightKV's training: traces say what the oracle saw, the fit learns it, resumption, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvkeep
+from all_policies import random_scorer
+from kvkeep.attention_mass import block_attention, future_maximum
+from kvkeep.policies.base import Geometry
+from kvkeep.policies.foresightkv import ForesightKV
+from kvkeep.runtime.interval import IntervalResidency
+from kvkeep.scorers.features import FeatureSpec
+from kvkeep.training import foresightkv
+from kvkeep.training.corpus import data_fingerprint
+from kvkeep.training.rank import Rank, Schedule, kendall_tau, overlap, spaced
+from kvkeep.training.traces import Trace, Tracing, collected, harvest
+from test_training import Text, texts
+from tiny import random_ids, tiny_model
+
+BUDGETS = [kvkeep.Budget(sinks=0, window=4, topk=12, interval=4), kvkeep.Budget(sinks=2, window=3, topk=20, interval=6)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(dtype=torch.float32)
+
+
+def small(preset="mini", **changes):
+    return foresightkv.recipe(preset, **{"steps": 6, "save_every": 1, "evaluate_every": 3} | changes)
+
+
+class Told(ForesightKV):
+    """Keeps the features of the candidates at every eviction, in order of position."""
+
+    def keep_scores(self, held):
+        order = held.positions.masked_fill(~held.candidates, 10**6).argsort(-1)[..., : int(held.candidates[0, 0].sum())]
+        features = self.inputs(held).gather(2, order[..., None].expand(*order.shape, self.inputs(held).shape[-1]))
+        told = (held.positions.gather(-1, order).clone(), features)
+        self.__dict__.setdefault("_told", {}).setdefault(held.geometry.layer, []).append(told)
+        return super().keep_scores(held)
+
+
+@pytest.mark.parametrize("spec", [FeatureSpec.best(), FeatureSpec.released(), FeatureSpec(windows=(3,), keys="pre")])
+def test_a_trace_under_a_student_holds_the_features_it_saw(model, tmp_path, spec):
+    """What training reads is what the policy reads when it decides, to rounding."""
+    ids, budget = random_ids(70)[0], BUDGETS[0]
+    scorer = random_scorer("foresightkv", model.config, budget, features=spec)
+    policy = Told(budget, scorer)
+    kvkeep.replay(model, ids[None], policy)
+    (trace,) = harvest(model, [(Text("a"), ids)], [budget], tmp_path, spec, student=scorer, storage="float32")
+    rotary = foresightkv.rotaries(model, scorer)
+    everything = torch.arange(trace.evictions)
+    for layer, evictions in policy._told.items():
+        tokens = torch.cat([positions for positions, _ in evictions])
+        assert torch.equal(load_file(trace.path)[f"tokens.{layer}"].long(), tokens.long())
+        built = trace.features(layer, 3, spec, everything, rotary[layer])
+        torch.testing.assert_close(built, torch.cat([features for _, features in evictions]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_trace_follows_golden_and_holds_its_labels(model, tmp_path):
+    ids = random_ids(75)[0]
+    traces = harvest(model, [(Text("a"), ids)], BUDGETS, tmp_path, FeatureSpec(), storage="float32")
+    assert [trace.budget for trace in traces] == BUDGETS
+    for trace in traces:
+        budget = trace.budget
+        dense = {}
+
+        def observe(geometry, query, key, value, evicted_at, dense=dense, budget=budget):
+            dense[geometry.layer] = future_maximum(
+                block_attention(query, key, budget.slots, budget.interval, scaling=geometry.scaling)
+            )
+
+        kvkeep.replay(model, ids[None], kvkeep.policies.create("full"), observe=observe)
+        gone = kvkeep.replay(model, ids[None], kvkeep.policies.create("golden", budget)).evicted_at
+        tensors = load_file(trace.path)
+        assert trace.evictions == -(-(75 - budget.rest) // budget.interval) - 1
+        for layer in (0, 1):
+            tokens = tensors[f"tokens.{layer}"].long()  # [M, H, C]
+            assert tokens.shape == (trace.evictions, 2, budget.slots - budget.window - budget.sinks)
+            for eviction in range(trace.evictions):
+                query = budget.slots + eviction * budget.interval
+                alpha = dense[layer][0, :, :, eviction].gather(-1, tokens[eviction])
+                torch.testing.assert_close(trace.alpha(layer, torch.tensor([eviction]))[0], alpha)
+                went = gone[layer][0].gather(-1, tokens[eviction]) == query
+                assert (went.sum(-1) == budget.interval).all()
+                lowest = alpha.argsort(dim=-1, stable=True)[..., : budget.interval]
+                assert torch.equal(went.nonzero()[:, 1].view(2, -1), lowest.sort(-1).values)
+
+
+def test_traces_are_read_once(model, tmp_path, monkeypatch):
+    given = texts(3)
+    first = harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec())
+    monkeypatch.setattr("kvkeep.training.traces.replay", None)
+    assert harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec.best()) == first, "other features, the same sums"
+    monkeypatch.undo()
+    student = random_scorer("foresightkv", model.config, BUDGETS[0])
+    other = harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec(), student=student)
+    assert not {trace.path for trace in first} & {trace.path for trace in other}
+    with pytest.raises(ValueError, match="storage is one of"):
+        harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec(), storage="int8")
+
+
+def test_overlap_and_tau():
+    alpha = torch.tensor([0.4, 0.2, 0.2, 0.7])
+    assert overlap(torch.tensor([3.0, 1, 2, 4]), alpha, 2) == 1
+    assert overlap(torch.tensor([1.0, 3, 2, 4]), alpha, 2) == 0.5
+    assert kendall_tau(torch.tensor([3.0, 1, 2, 4]), alpha) == 1
+    assert kendall_tau(torch.tensor([3.0, 1, 2, 0]), alpha) == pytest.approx((2 - 3) / 5)
+    assert overlap(torch.zeros(4), torch.zeros(4), 2) == 1, "of equals the older goes, in both"
+
+
+@pytest.mark.parametrize("preset", ["mini", "published"])
+def test_training_lowers_the_loss_and_saves_what_it_measured(model, tmp_path, preset):
+    settings = small(preset, steps=60, evaluate_every=20)
+    scorer = foresightkv.train(model, texts(6), BUDGETS, tmp_path, settings, base_model="tiny", command="do it")
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(60))
+    assert sum(line["loss"] for line in log[-9:]) < 0.97 * sum(line["loss"] for line in log[:9])
+    assert {"gradient_norm", "lr", "tokens_per_second"} <= set(log[0])
+    assert {"held_out_loss", "held_out_overlap", "held_out_chance", "held_out_tau"} <= set(log[19])
+    loaded = kvkeep.load_scorer(tmp_path)
+    assert loaded.fingerprint() == scorer.fingerprint()
+    assert loaded.budgets == tuple(BUDGETS)
+    assert loaded.metadata["stage"] == "sft"
+    assert loaded.metadata["data_fingerprint"] == data_fingerprint(texts(6))
+    held_out = loaded.metadata["metrics"]["held_out"]
+    assert held_out["traces"] == 2
+    assert held_out["overlap"]["interval"][0] <= held_out["overlap"]["value"] <= held_out["overlap"]["interval"][1]
+    assert "do it" in (tmp_path / "README.md").read_text()
+    for layer in loaded.layers.values():
+        assert layer.input_std.min() > 0
+        assert (layer.input_mean != 0).any()
+    policy = kvkeep.policies.create("foresightkv", BUDGETS[0], scorer=loaded)
+    assert torch.isfinite(kvkeep.replay(model, texts(1)[0][1][None], policy).token_loss).all()
+
+
+@pytest.mark.parametrize("pairs", ["all", "cross", 50])
+def test_resumed_run_is_the_uninterrupted_one(model, tmp_path, pairs):
+    settings = small("published", steps=7, save_every=2, pairs=pairs)
+    shards = tmp_path / "shards"
+    straight = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "straight", settings, shards=shards)
+
+    class Killed(Exception):
+        pass
+
+    for at in (1, 2, 5, 7, None):
+
+        def progress(stage, done, total, at=at):
+            if stage == "fit" and done == at:
+                raise Killed
+
+        options = {"shards": shards, "resume": True, "progress": progress}
+        try:
+            resumed = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "resumed", settings, **options)
+        except Killed:
+            assert at is not None
+    assert resumed.fingerprint() == straight.fingerprint()
+    assert resumed.metadata["metrics"] == straight.metadata["metrics"]
+    logs = []
+    for run in ("straight", "resumed"):
+        lines = (tmp_path / run / "run" / "log.jsonl").read_text().splitlines()
+        logs.append([{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines])
+    assert logs[0] == logs[1]
+
+
+def test_an_early_stop_watches_the_overlap(model, tmp_path):
+    settings = small(steps=200, evaluate_every=1, patience=2, lr=1e-9)
+    scorer = foresightkv.train(model, texts(3), BUDGETS[:1], tmp_path, settings)
+    assert scorer.metadata["steps"] == 3
+
+
+def test_dagger_goes_on_from_a_scorer_on_the_states_it_reaches(model, tmp_path):
+    shards = tmp_path / "shards"
+    first = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "sft", small(), shards=shards)
+    before = set(shards.iterdir())
+    assert len(before) == 8
+    second = foresightkv.train(
+        model, texts(4), BUDGETS, tmp_path / "dagger", small(), stage="dagger", start=first, shards=shards
+    )
+    assert len(set(shards.iterdir()) - before) == 6, "of the three documents trained on, at two budgets"
+    assert second.metadata["stage"] == "dagger"
+    assert second.metadata["start"] == first.fingerprint()
+    assert second.fingerprint() != first.fingerprint()
+    for shape in first.geometry:
+        assert torch.equal(first.layer(shape.index).input_mean, second.layer(shape.index).input_mean)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"stage": "dagger"}, "stage 'dagger' goes on from a scorer of stage 'sft'"),
+        ({"stage": "later"}, "stage is one of sft, dagger"),
+        ({"budgets": [kvkeep.Budget(0, 4, 100, 4)]}, "text 0 is no longer than the largest budget"),
+        ({"documents": texts(1)}, "two documents or more"),
+    ],
+)
+def test_what_cannot_be_trained_leaves_nothing(model, tmp_path, changes, sentence):
+    given = {"documents": texts(3), "budgets": BUDGETS, "out": tmp_path / "out", "settings": small()} | changes
+    with pytest.raises(ValueError, match=sentence):
+        foresightkv.train(model, **given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"loss": "hinge"}, "loss is one of ranking, regression"),
+        ({"pairs": "some"}, 'pairs are "all", "cross" or a number'),
+        ({"evictions": -1}, "must be at least 1"),
+        ({"colour": 1}, "a recipe has no colour"),
+    ],
+)
+def test_bad_recipes_are_refused(overrides, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        foresightkv.recipe("best", **overrides)
+
+
+def test_the_score_loss_reaches_only_the_scorer_and_is_float32(model, tmp_path):
+    trace = harvest(model, texts(2), BUDGETS[:1], tmp_path, FeatureSpec())[0]
+    scorer = kvkeep.scorers.new("foresightkv", model.config, BUDGETS[:1])
+    fit = Rank(scorer, [trace], [], Schedule(loss="ranking"), tmp_path / "run")
+    fit.measure()
+    loss = fit.loss(0, [(trace, spaced(trace))])
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert scorer.layer(0).w1.grad.abs().max() > 0
+    assert scorer.layer(1).w1.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- E2: what only the key can tell
+
+
+def needles(seed, path, budget, length=96):
+    """A layer whose queries look at the first token only, until the last block of them looks for what keys tell.
+
+    Until then no attention says which tokens will be needed; returns (trace, attention of the last query, tensors).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    key, query, value = torch.zeros(1, 1, length, 8), torch.zeros(1, 1, length, 8), torch.randn(1, 1, length, 8)
+    level = torch.rand(length, generator=generator)
+    key[0, 0, :, 0], key[0, 0, :, 3:] = level, torch.randn(length, 5, generator=generator) * 0.1
+    key[0, 0, 0, :3] = torch.tensor([0.0, 8.0, 0.0])
+    query[0, 0, :, 1] = 8.0
+    query[0, 0, -budget.interval :, 0], query[0, 0, -budget.interval :, 1] = 60.0, 0.0
+    geometry, spec = Geometry(0, 1, 1, 8, 1.0), collected(FeatureSpec())
+    policy = Tracing(budget, spec)
+    residency = IntervalResidency(policy, geometry, key, value)
+    residency.memory = policy.foresee(geometry, query, key)
+    residency.ingest(query, key, value)
+    found = policy.tensors() | {"key.0": key[0], "value.0": value[0]}
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, path)
+    return Trace("needles", path, budget, spec), (query, key, value)
+
+
+def kept_mass(policy, tensors):
+    """Of the last query's full attention, the share that falls on tokens held then."""
+    query, key, value = tensors
+    geometry = Geometry(0, 1, 1, 8, 1.0)
+    residency = IntervalResidency(policy, geometry, key, value)
+    if policy.oracle:
+        residency.memory = policy.foresee(geometry, query, key)
+    residency.record_lifetimes(key.shape[2])
+    residency.ingest(query, key, value)
+    attention = (query[0, 0, -1] @ key[0, 0].T).softmax(-1)
+    return float(attention[residency.lifetimes[0, 0] == key.shape[2]].sum())
+
+
+class OneLayer:
+    num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_size = 1, 1, 1, 8, 8
+
+
+def test_e2_keys_tell_what_attention_cannot(tmp_path):
+    """Spec 9, E2."""
+    budget = kvkeep.Budget(sinks=0, window=8, topk=16, interval=8)
+    made = [needles(seed, tmp_path / f"{seed}.safetensors", budget) for seed in range(24)]
+    train, held_out = made[:16], made[16:]
+    found, scorers = {}, {}
+    for name, spec in {
+        "keys and values": FeatureSpec(windows=(), cumulative=False, decay=None),
+        "attention": FeatureSpec(kv=False),
+    }.items():
+        scorer = kvkeep.scorers.new("foresightkv", OneLayer, budget, hidden=16, features=spec)
+        schedule = Schedule(loss="ranking", steps=300, batch=8, evictions=None, lr=1e-2, weight_decay=0.0)
+        fit = Rank(scorer, [t for t, _ in train], [t for t, _ in held_out], schedule, tmp_path / name.replace(" ", "-"))
+        found[name] = fit.run()["overlap"].value
+        scorers[name] = scorer
+    assert found["keys and values"] >= 0.9
+    assert found["attention"] < 0.7
+
+    def mass(name, **options):
+        policy = kvkeep.policies.create(name, budget, **options)
+        return sum(kept_mass(policy, tensors) for _, tensors in held_out) / len(held_out)
+
+    assert mass("golden") > 0.995
+    assert mass("foresightkv", scorer=scorers["keys and values"]) > 0.95
+    for rule in ("h2o", "snapkv"):
+        assert mass(rule) < 0.7
+    assert mass("foresightkv", scorer=scorers["attention"]) < 0.8
