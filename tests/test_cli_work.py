@@ -56,6 +56,31 @@ def test_kvpop_is_trained_from_a_finished_scorer_with_the_memory_asked_for(run, 
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.skipif(not HANDED, reason="attention policies need a transformers that hands keywords down")
+def test_foresightkv_is_trained_and_goes_on_with_dagger(run, folder, texts, tmp_path):
+    budgets = ("--interval", "8", "--budget-at-rest")
+    code, said, err = train(run, folder, texts, tmp_path / "sft", *budgets, method="foresightkv")
+    assert (code, err) == (0, "")
+    assert "held-out overlap with golden" in said
+    assert "foresightkv scorer for budgets 52 (44 at rest), 68 (60 at rest), from 3 documents" in said
+    scorer = kvkeep.load_scorer(tmp_path / "sft")
+    assert [(budget.rest, budget.interval) for budget in scorer.budgets] == [(44, 8), (60, 8)]
+    more = ("--stage", "dagger", "--start", tmp_path / "sft")
+    code, _, err = train(run, folder, texts, tmp_path / "dagger", *budgets, *more, method="foresightkv")
+    assert (code, err) == (0, "")
+    assert kvkeep.load_scorer(tmp_path / "dagger").metadata["stage"] == "dagger"
+    code, _, err = train(
+        run, folder, texts, tmp_path / "kv", *budgets, "--inputs", "kv", "--preset", "published", method="foresightkv"
+    )
+    assert (code, err) == (0, "")
+    assert kvkeep.load_scorer(tmp_path / "kv").options["features"]["windows"] == []
+    options = ("--model", folder, "--budgets", "44", "--length", "100", "--data", *texts)
+    given = ("--scorer", f"foresightkv={tmp_path / 'dagger'}", "--budget-at-rest", "--interval", "8")
+    code, said, err = run("evaluate", "--policies", "h2o,foresightkv", *given, *options)
+    assert code == 0, err
+    assert "foresightkv" in said
+
+
 def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
     out = tmp_path / "scorer"
     assert train(run, folder, texts, out)[0] == 0
@@ -76,12 +101,20 @@ def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train", "h2o", "--out", "x"), "kvpop or kvpop_mlp, not 'h2o'"),
+        (("train", "h2o", "--out", "x"), "kvpop_mlp or foresightkv, not 'h2o'"),
         (("train", "kvpop", "--out", "x", "--preset", "bset"), "unknown preset 'bset'"),
         (("train", "kvpop", "--out", "x", "--loss", "hinge"), "not 'hinge'"),
         (("train", "kvpop", "--out", "x", "--budgets", "many"), "--budgets takes numbers"),
         (("train", "kvpop", "--out", "x", "--data", "nowhere.txt"), "nowhere.txt"),
         (("train", "kvpop"), "--out"),
+        (("train", "kvpop", "--out", "x", "--stage", "sft"), "--stage is for foresightkv"),
+        (("train", "kvpop", "--out", "x", "--budget-at-rest"), "--budget-at-rest is for foresightkv"),
+        (("train", "foresightkv", "--out", "x", "--delay"), "--delay is not for foresightkv"),
+        (("train", "foresightkv", "--out", "x", "--backbone", "lora"), "on a frozen backbone"),
+        (("train", "foresightkv", "--out", "x", "--stage", "dagger"), "--stage dagger needs --start DIR"),
+        (("train", "foresightkv", "--out", "x", "--start", "y"), "--stage sft starts from nothing"),
+        (("train", "foresightkv", "--out", "x", "--loss", "intensity"), "not 'intensity'"),
+        (("train", "foresightkv", "--out", "x", "--budgets", "10", "--interval", "9"), "must be above"),
         (("benchmark", "--policies", "golden"), "oracle"),
         (("benchmark", "--policies", "h3o"), "did you mean 'h2o'"),
         (("benchmark", "--lengths", "100"), "does not fill a budget of 512"),

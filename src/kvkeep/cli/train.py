@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from kvkeep import scorers
-from kvkeep.cli import common, tune
+from kvkeep.cli import common, foresight, tune
 from kvkeep.cli.evaluate import DataFlag
 from kvkeep.evaluation import documents
-from kvkeep.training import kvpop
+from kvkeep.training import foresightkv, kvpop
 from kvkeep.training.student import TARGETS
 
-MethodArgument = Annotated[str, typer.Argument(metavar="METHOD", help=f"{', '.join(tune.METHODS)}.")]
+METHODS = (*tune.METHODS, foresightkv.METHOD)
+MethodArgument = Annotated[str, typer.Argument(metavar="METHOD", help=f"{', '.join(METHODS)}.")]
 OutFlag = Annotated[Path, typer.Option("--out", metavar="DIR", help="The checkpoint; the run lives in DIR/run.")]
 CountFlag = Annotated[int | None, typer.Option("--documents", min=2, help="At most so many, of all kinds in turn.")]
 PresetFlag = Annotated[str, typer.Option("--preset", help=f"{', '.join(kvpop.PRESETS)}.")]
@@ -37,7 +38,10 @@ def run(
     preset: PresetFlag = "best",
     steps: StepsFlag = None,
     hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Width of the scoring network.")] = None,
-    loss: Annotated[str | None, typer.Option("--loss", help="intensity, regression or boundary.")] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option("--loss", help="intensity, regression or boundary; of foresightkv ranking, regression."),
+    ] = None,
     decay: Annotated[str | None, typer.Option("--decay", help="fitted, calibrated, learned or off.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Target over a group: max, mean_log, log_mean.")] = None,
     delay: Annotated[bool, typer.Option(help="kvpop reads its memory when a token leaves, or when it enters.")] = True,
@@ -45,8 +49,13 @@ def run(
         int | None, typer.Option("--features", min=1, help="Of kvpop's memory; as many as cost 8 % of the budget.")
     ] = None,
     start: Annotated[
-        Path | None, typer.Option("--start", metavar="DIR", help="kvpop begins as this kvpop_mlp scorer.")
+        Path | None,
+        typer.Option("--start", metavar="DIR", help="kvpop begins as this kvpop_mlp scorer; a later --stage goes on."),
     ] = None,
+    stage: foresight.StageFlag = None,
+    inputs: foresight.InputsFlag = None,
+    interval: common.IntervalFlag = None,
+    at_rest: common.AtRestFlag = False,
     backbone: tune.BackboneFlag = tune.Backbone.frozen,
     scorer: tune.ScorerFlag = None,
     lr: tune.RateFlag = None,
@@ -66,32 +75,46 @@ def run(
 ) -> None:
     """Train a scorer on a frozen backbone, or tune the backbone under a policy.
 
-    Frozen: reads every document once, fits the scorer to the attention that tokens receive later, chooses the decay
-    by loss on a few of them, and saves a checkpoint for --scorer. With --backbone lora or full, the backbone then
-    learns to predict under eviction what it predicts with the full cache; streaming is tuned without a scorer.
+    Frozen: reads every document once, fits the scorer to the attention that tokens receive later, for kvpop and
+    kvpop_mlp chooses the decay by loss on a few of them, and saves a checkpoint for --scorer. With --backbone lora or
+    full, the backbone then learns to predict under eviction what it predicts with the full cache; streaming is tuned
+    without a scorer.
     Killed runs go on with --resume.
     """
-    if method not in tune.METHODS:
-        raise ValueError(f"train takes streaming, {' or '.join(kvpop.METHODS)}, not {method!r}")
-    options = ({} if delay else {"delay": False}) | ({} if features is None else {"features": features})
-    frozen = backbone == tune.Backbone.frozen
-    settings = kvpop.recipe(
-        preset,
-        steps if frozen else None,
-        hidden=hidden,
-        loss=loss,
-        decay=decay,
-        group=group,
-        lr=lr if frozen else None,
-        options=options or None,
-    )
-    given = {"lr": lr, "rank": rank, "kl": kl, "checkpointing": checkpointing, "compute": compute, "length": length}
-    tuning = tune.settings(method, backbone, scorer, steps, targets, packing, train_scorer, **given)
+    if method not in METHODS:
+        raise ValueError(f"train takes {', '.join(METHODS[:-1])} or {METHODS[-1]}, not {method!r}")
+    frozen, foreseeing = backbone == tune.Backbone.frozen, method == foresightkv.METHOD
     bounds = common.numbers(budgets, "--budgets")
-    trained = tune.loaded_scorer(method, scorer, bounds)
-    if start is not None and (method != "kvpop" or not frozen):
-        raise ValueError("--start is for kvpop on a frozen backbone")
-    begun = None if start is None else scorers.load_scorer(start)
+    shared = {"seed": seed, "resume": resume, "base_model": model, "command": context.obj, "shards": shards}
+    tuning = trained = begun = None
+    if foreseeing:
+        foresight.require_its_own(context, frozen)
+        recipe = foresight.settings(preset, steps, inputs, hidden=hidden, loss=loss, lr=lr)
+        name, begun = foresight.start_from(stage, start)
+        split = foresight.split(bounds, interval, at_rest)
+    else:
+        for flag, given in {"--stage": stage, "--inputs": inputs, "--interval": interval}.items():
+            if given is not None:
+                raise ValueError(f"{flag} {foresight.ONLY_HERE}")
+        if at_rest:
+            raise ValueError(f"--budget-at-rest {foresight.ONLY_HERE}")
+        recipe = kvpop.recipe(
+            preset,
+            steps if frozen else None,
+            hidden=hidden,
+            loss=loss,
+            decay=decay,
+            group=group,
+            lr=lr if frozen else None,
+            options=(({} if delay else {"delay": False}) | ({} if features is None else {"features": features}))
+            or None,
+        )
+        given = {"lr": lr, "rank": rank, "kl": kl, "checkpointing": checkpointing, "compute": compute, "length": length}
+        tuning = tune.settings(method, backbone, scorer, steps, targets, packing, train_scorer, **given)
+        trained = tune.loaded_scorer(method, scorer, bounds)
+        if start is not None and (method != "kvpop" or not frozen):
+            raise ValueError("--start is for kvpop on a frozen backbone")
+        begun = None if start is None else scorers.load_scorer(start)
     files = [*(data or []), *(more or [])]
     texts = documents.read(files) if files else documents.bundled(split="train")
     language_model, tokenizer = common.load(model, dtype, device)
@@ -100,19 +123,17 @@ def run(
     whole = tuning is not None and tuning.packing != "cut"
     packed = tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length)
     packed = documents.in_turn(packed, count)
-    shared = {
-        "seed": seed,
-        "resume": resume,
-        "base_model": model,
-        "command": context.obj,
-        "shards": shards,
-    }
+    if foreseeing:
+        foresight.run(
+            language_model, packed, out, budgets=split, settings=recipe, stage=name, start=begun, half=half, **shared
+        )
+        return
     if tuning is not None:
-        tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, settings, **shared)
+        tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, recipe, **shared)
         return
     with common.progress_bar() as progress:
         made = kvpop.train(
-            method, language_model, packed, bounds, out, settings, half=half, start=begun, progress=progress, **shared
+            method, language_model, packed, bounds, out, recipe, half=half, start=begun, progress=progress, **shared
         )
     report(made, len(packed), out)
 
