@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvkeep
 from kvkeep.evaluation import evaluate as evaluation
 from kvkeep.evaluation import statistics, store
-from kvkeep.evaluation.contenders import Contender, line_up, split_budget
+from kvkeep.evaluation.contenders import Contender, line_up, split_budget, with_options
 from kvkeep.evaluation.table import best_rule, by_kind, role, table
 
 LENGTH = 72
@@ -287,6 +287,30 @@ def test_every_kind_of_policy_gets_the_parts_it_has():
     assert by_name["h2o"].policy(64).budget.interval == 5
     assert by_name["full"].policy(64).budget is None
     assert (by_name["random"].policy(64).seed, by_name["random"].seed, by_name["h2o"].seed) == (3, 3, None)
+
+
+def test_options_of_a_policy_may_follow_its_name():
+    written = ["golden", "golden:lookahead=1", "snapkv:observation=4:head_reduce=max_logit", "random:seed=9"]
+    contenders = line_up(written, seed=3, overrides={"interval": 5})
+    assert [one.title for one in contenders] == written
+    assert [dict(one.options) for one in contenders] == [
+        {},
+        {"lookahead": 1},
+        {"observation": 4, "head_reduce": "max_logit"},
+        {"seed": 9},
+    ]
+    assert [one.seed for one in contenders] == [None, None, None, 9]
+    assert contenders[1].policy(40).lookahead == 1
+    assert with_options("h2o_decayed:decay=0.5") == ("h2o_decayed", {"decay": 0.5})
+    assert with_options("foresightkv:pool=none") == ("foresightkv", {"pool": None})
+    assert with_options("tova:per_head=true") == ("tova", {"per_head": True})
+    for bad in ("golden:lookahead", "golden:=1", "golden:"):
+        with pytest.raises(ValueError, match="are written NAME:option=value"):
+            line_up([bad])
+    with pytest.raises(ValueError, match="colour"):
+        line_up(["golden:colour=1"])[0].policy(40)
+    with pytest.raises(ValueError, match="unknown policy 'goldn'"):
+        line_up(["goldn:lookahead=1"])
 
 
 def test_the_table_labels_everyone_and_marks_the_best_rule(result):

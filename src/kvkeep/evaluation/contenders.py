@@ -85,7 +85,7 @@ class Contender:
         told = scorer.metadata
         return replace(
             self,
-            label=self.label if alone else f"{self.name} ({Path(source).name})",
+            label=self.label if alone else f"{self.title} ({Path(source).name})",
             scorer=scorer,
             scorer_source=source,
             preset=told.get("recipe", {}).get("preset"),
@@ -112,6 +112,36 @@ def require_distinct(contenders: Sequence[Contender]) -> None:
         raise ValueError(f"policy {repeated[0]!r} is named twice")
 
 
+def with_options(text: str) -> tuple[str, dict[str, Any]]:
+    """A policy as users write it, its options after colons: numbers, ``true``, ``false``, ``none`` or words.
+
+    Raises:
+        ValueError: for an option without a value.
+
+    >>> with_options("golden:lookahead=1:labels=own")
+    ('golden', {'lookahead': 1, 'labels': 'own'})
+    """
+    name, *parts = text.split(":")
+    options = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not option or not equals or not value:
+            raise ValueError(f"options of a policy are written NAME:option=value, not {text!r}")
+        options[option] = _value(value)
+    return name, options
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
 def line_up(
     names: Sequence[str],
     seed: int = 0,
@@ -122,7 +152,8 @@ def line_up(
     """Contenders from names, each given what its kind has a use for.
 
     Args:
-        names: registered policies, each once.
+        names: registered policies, each once; options of their own after colons, like ``golden:lookahead=1`` or
+            ``snapkv:observation=16:kernel=5``, and the same policy may stand there with other options.
         seed: for those that draw.
         at_rest: see `split_budget`.
         overrides: sinks and window go to every policy, interval to attention policies.
@@ -132,11 +163,12 @@ def line_up(
         ValueError: for no name, an unknown or a repeated one, or a scorer for a policy that does not take part.
     """
     require_distinct([Contender(name) for name in names])
-    idle = sorted(set(scorers) - set(names))
+    named = [(text, *with_options(text)) for text in names]
+    idle = sorted(set(scorers) - {name for _, name, _ in named})
     if idle:
         raise ValueError(f"a scorer is given for {idle[0]!r}, which is not among the policies {', '.join(names)}")
     contenders = []
-    for name in names:
+    for text, name, options in named:
         method = policies.describe(name)
         draws = "seed" in inspect.signature(method.__init__).parameters
         parts = {} if method.kind == "full" else {"sinks": overrides.get("sinks"), "window": overrides.get("window")}
@@ -144,10 +176,11 @@ def line_up(
             parts["interval"] = overrides.get("interval")
         plain = Contender(
             name,
-            options={"seed": seed} if draws else {},
+            label=text if options else None,
+            options=({"seed": seed} if draws else {}) | options,
             overrides=parts,
             at_rest=at_rest,
-            seed=seed if draws else None,
+            seed=options.get("seed", seed) if draws else None,
         )
         given = scorers.get(name, ())
         contenders += [plain.with_scorer(*one, alone=len(given) == 1) for one in given] or [plain]
