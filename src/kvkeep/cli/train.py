@@ -40,7 +40,7 @@ def run(
     hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Width of the scoring network.")] = None,
     loss: Annotated[
         str | None,
-        typer.Option("--loss", help="intensity, regression or boundary; of foresightkv ranking, regression."),
+        typer.Option("--loss", help="intensity, regression or boundary; of foresightkv ranking, regression, tweedie."),
     ] = None,
     decay: Annotated[str | None, typer.Option("--decay", help="fitted, calibrated, learned or off.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Target over a group: max, mean_log, log_mean.")] = None,

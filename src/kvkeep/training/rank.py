@@ -1,7 +1,8 @@
 """Fit a ForesightKV scorer to traces: of two candidates of an eviction the one that is needed more shall stay.
 
 Paper: ForesightKV, arXiv 2602.03203, section 3.3. Every eviction of every KV head is a row of candidates with their
-features and their future attention alpha. "ranking" is the paper's pairwise hinge; "regression" foretells log alpha.
+features and their future attention alpha. "ranking" is the paper's pairwise hinge; "regression" foretells log alpha;
+"tweedie" the log of the expected alpha, so that what is seldom needed but then badly is worth what it costs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvkeep.training import losses
 from kvkeep.training.loop import Group, Loop, Progress
 from kvkeep.training.traces import Trace
 
-LOSSES = ("ranking", "regression")
+LOSSES = ("ranking", "regression", "tweedie")
 LOOKED_AT = 8  # evictions of a trace that statistics and held-out metrics look at, evenly spaced
 
 
@@ -31,11 +32,12 @@ class Schedule:
 
     Attributes:
         loss: "ranking" (see :func:`kvkeep.training.losses.ranking`) or "regression" (smooth L1 on log alpha,
-            standardised per head).
+            standardised per head) or "tweedie" (see :func:`kvkeep.training.losses.tweedie`).
         steps, batch: optimiser steps, traces per step.
         evictions: of each trace that a step looks at, drawn at random; None = all.
         margin, pairs: of the ranking loss; "all", "cross", or a number of pairs that are drawn.
         smallest: added to alpha before its log is taken.
+        power: of the Tweedie deviance.
         lr, warmup, betas, weight_decay, clip, evaluate_every, patience, save_every: see
             :class:`kvkeep.training.loop.Timing`; an early stop watches the overlap.
     """
@@ -47,6 +49,7 @@ class Schedule:
     margin: float = 0.01
     pairs: str | int = "all"
     smallest: float = 1e-5
+    power: float = 1.5
     lr: float = 3e-3
     warmup: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
@@ -64,6 +67,8 @@ class Schedule:
                 f"steps {self.steps}, batch {self.batch} and evictions {self.evictions} must be at least 1, "
                 f"warmup {self.warmup} at least 0"
             )
+        if not 1 <= self.power <= 2:
+            raise ValueError(f"the power of the deviance must be in [1, 2], not {self.power}")
         if isinstance(self.pairs, str) and self.pairs not in ("all", "cross"):
             raise ValueError(f'pairs are "all", "cross" or a number, not {self.pairs!r}')
 
@@ -98,7 +103,8 @@ class Rank(Loop):
             raise ValueError("there are no traces to train on")
         self.scorer, self.train, self.held_out, self.fresh = scorer, list(train), list(held_out), fresh
         self.rotary = rotary or {}
-        self.label: dict[int, tuple[Tensor, Tensor]] = {}
+        self.label: dict[int, tuple[Tensor, Tensor]] = {}  # of log alpha: mean and deviation [H]
+        self.level: dict[int, Tensor] = {}  # mean alpha [H]
         self.per_trace: dict[str, list[float]] = {}
         module = torch.nn.ModuleDict({"scorer": scorer})
         super().__init__(
@@ -154,6 +160,8 @@ class Rank(Loop):
             mean, std = self.label[layer]
             target = ((alpha + schedule.smallest).log() - mean[:, None]) / std[:, None]
             return smooth_l1_loss(keep, target)
+        if schedule.loss == "tweedie":
+            return losses.tweedie(keep, alpha / self.level[layer][:, None], schedule.power)
         count = chosen[0][0].budget.interval if schedule.pairs == "cross" else None
         drawn = torch.Generator().manual_seed(self.seed * 104_729 + self.step)
         return losses.ranking(keep, alpha, schedule.margin, schedule.pairs, count=count, generator=drawn)
@@ -176,6 +184,7 @@ class Rank(Loop):
             label = torch.cat(labels, -1)
             spread = label.std(-1, correction=0)
             self.label[shape.index] = label.mean(-1), torch.where(spread > 0, spread, 1.0)
+            self.level[shape.index] = label.exp().mean(-1)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

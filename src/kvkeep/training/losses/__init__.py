@@ -26,6 +26,7 @@ from kvkeep.training.losses.kvpop import (
     regression,
     target_statistics,
 )
+from kvkeep.training.losses.tweedie import tweedie
 
 __all__ = [
     "BoundaryPairs",
@@ -54,4 +55,5 @@ __all__ = [
     "spike_reward",
     "target_statistics",
     "top_logits",
+    "tweedie",
 ]
