@@ -1,9 +1,9 @@
 """A deviance with a log link: scores that foretell the mean of a heavy-tailed amount, not the mean of its log.
 
 What a policy loses by dropping a token is the attention that the token would have received. Ranked by an expected log,
-a token that is seldom needed, but then badly, counts for little; ranked by the log of an expectation, for what it costs.
-The Tweedie family runs from Poisson (power 1: an error counts in proportion to the amount) to gamma
-(power 2: relative errors count).
+a token that is seldom needed, but then badly, counts for little; ranked by the log of an expectation, for what it
+costs. The Tweedie family runs from Poisson (power 1: an error counts in proportion to the amount) to gamma (power 2:
+relative errors count).
 """
 
 from __future__ import annotations
