@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from kvkeep.policies.base import EntryPolicy, Step
-from kvkeep.policies.learned import Learned
+from kvkeep.policies.learned import LearnedEntry
 from kvkeep.scorers.mlstm import features_for
 
 
-class KVpop(Learned, EntryPolicy):
+class KVpop(LearnedEntry):
     """KVpop with the delayed mLSTM scorer: ``pi_t = r(k_t, v_t, C_{t+w}) - floor(t / step) * log_gamma``.
 
     Paper: KVpop, arXiv 2607.05061, section 3.2; the network is :class:`kvkeep.scorers.mlstm.MLSTM`. At query
@@ -24,9 +21,3 @@ class KVpop(Learned, EntryPolicy):
     @classmethod
     def default_state(cls, slots: int) -> int:
         return features_for(slots) + 1  # in heads of at least as many dimensions
-
-    def priority(self, step: Step) -> Tensor:
-        layer = self.layer_scorer(step.geometry, step.positions.device)
-        score = layer.score(step.entering, step.leaving, step.memory)
-        factor = self.scorer.decay_factor(self.budget.rest)
-        return layer.priority(score, step.positions, self.scorer.decay_step, factor)

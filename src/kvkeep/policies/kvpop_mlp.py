@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from kvkeep.policies.base import EntryPolicy, Step
-from kvkeep.policies.learned import Learned
+from kvkeep.policies.learned import LearnedEntry
 
 
-class KVpopMLP(Learned, EntryPolicy):
+class KVpopMLP(LearnedEntry):
     """KVpop with the MLP scorer: ``pi_t = r(k_t, v_t) - floor(t / step) * log_gamma`` when t leaves the window.
 
     Paper: KVpop, arXiv 2607.05061, section 3.2; the network is :class:`kvkeep.scorers.mlp.MLP`. Deviation:
@@ -18,9 +15,3 @@ class KVpopMLP(Learned, EntryPolicy):
 
     name = "kvpop_mlp"
     paper = "arXiv 2607.05061"
-
-    def priority(self, step: Step) -> Tensor:
-        layer = self.layer_scorer(step.geometry, step.positions.device)
-        score = layer.score(step.entering, step.leaving, step.memory)
-        factor = self.scorer.decay_factor(self.budget.rest)
-        return layer.priority(score, step.positions, self.scorer.decay_step, factor)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import Tensor
 
 from kvkeep.budget import Budget
-from kvkeep.policies.base import Geometry, Memory, Policy
+from kvkeep.policies.base import EntryPolicy, Geometry, Memory, Policy, Step
 from kvkeep.scorers import LayerScorer, Scorer, charge
 
 
@@ -71,3 +72,13 @@ class Learned(Policy):
     def layer_scorer(self, geometry: Geometry, device: torch.device) -> LayerScorer:
         """The scorer of a layer on the device of its cache."""
         return self._copies.get((geometry.layer, device), self._scorer.layer(geometry.layer))
+
+
+class LearnedEntry(Learned, EntryPolicy):
+    """A scorer gives every token that leaves the window its static priority: the score, and a decay with age."""
+
+    def priority(self, step: Step) -> Tensor:
+        layer = self.layer_scorer(step.geometry, step.positions.device)
+        score = layer.score(step.entering, step.leaving, step.memory)
+        factor = self.scorer.decay_factor(self.budget.rest)
+        return layer.priority(score, step.positions, self.scorer.decay_step, factor)
