@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from kvkeep.evaluation import ablation
 from kvkeep.evaluation.ablation_report import report, summary, verdict
-from kvkeep.evaluation.ablation_variants import ABLATIONS, Experiment, Variant, differs
+from kvkeep.evaluation.ablation_variants import ABLATIONS, AT_INTERVALS, OTHERS, Experiment, Variant, differs
 from kvkeep.evaluation.ablation_variants import ablation as named
 from kvkeep.evaluation.documents import Document
-from kvkeep.training import kvpop
+from kvkeep.training import foresightkv, kvpop
 from tiny import random_ids, tiny_model
 
 LENGTH = 72
@@ -64,6 +64,23 @@ CHANGED = {
     ("hidden", "hidden 256"): {"hidden": 256},
     ("documents", "36 documents"): {"training documents": 36},
     ("documents", "12 documents"): {"training documents": 12},
+    ("foresight-best", "no log, no age"): {"normalize": "mean", "age": False},
+    ("foresight-best", "no age"): {"age": False},
+    ("foresight-best", "hidden 16"): {"hidden": 16},
+    ("foresight-best", "ranking loss"): {"loss": "ranking"},
+    ("foresight-loss", "ranking"): {"loss": "ranking"},
+    ("foresight-loss", "tweedie"): {"loss": "tweedie"},
+    ("foresight-inputs", "attention only"): {"kv": False},
+    ("foresight-inputs", "keys and values only"): {
+        "windows": (),
+        "cumulative": False,
+        "decay": None,
+        "age": False,
+        "normalize": "mean",
+    },
+    ("foresight-sampling", "top-2L, sampled"): {"evict": "sample"},
+    ("foresight-sampling", "sampled over all"): {"evict": "sample", "pool": None},
+    ("foresight-stages", "dagger"): {"stage": "dagger"},
 }
 REFERENCES = {
     "aggregation": ("max", "kvpop_mlp", {"group": "max"}),
@@ -73,6 +90,11 @@ REFERENCES = {
     "hidden": ("hidden 64", "kvpop_mlp", {"hidden": 64}),
     "documents": ("all documents", "kvpop_mlp", {"training documents": None}),
     "preset": ("best", "kvpop_mlp", {"preset": "best"}),
+    "foresight-best": ("best", "foresightkv", {"preset": "best"}),
+    "foresight-loss": ("regression", "foresightkv", {"loss": "regression"}),
+    "foresight-inputs": ("both", "foresightkv", {"kv": True}),
+    "foresight-sampling": ("top-L", "foresightkv", {"preset": "published"}),
+    "foresight-stages": ("sft", "foresightkv", {"stage": "sft"}),
 }
 
 
@@ -85,6 +107,8 @@ def test_variants_differ_in_what_they_say_and_in_nothing_else():
         assert reference.parts().items() >= parts.items()
         found |= {(name, variant.name): differs(variant, reference) for variant in others}
     published = found.pop(("preset", "published"))
+    foresight = found.pop(("foresight-best", "published"))
+    assert foresight.items() >= {"preset": "published", "loss": "ranking", "hidden": 16, "lr": 1e-2}.items()
     assert found == CHANGED
     assert published.items() >= {"preset": "published", "loss": "boundary", "decay": "learned"}.items()
     assert ABLATIONS["preset"].variants[1].recipe(7) == kvpop.recipe("published", 7)
@@ -98,7 +122,7 @@ def test_steps_are_those_of_every_variant():
 def test_numbers_are_those_of_the_evaluation(done):
     _, result = done
     rows = {row["label"]: row for row in result["rows"]}
-    assert list(rows)[: len(ablation.OTHERS)] == list(ablation.OTHERS)
+    assert list(rows)[: len(OTHERS)] == list(OTHERS)
     wide, narrow = result["variants"]
     losses = {}
     for name, found in (("wide", wide), ("narrow and few", narrow)):
@@ -202,6 +226,31 @@ def test_finished_work_is_not_done_again_and_may_grow(model, tmp_path, monkeypat
     assert [row["documents"] for row in more["variants"]] == [3, 3]
 
 
+def test_foresightkv_has_its_own_recipe_stages_and_monitor(model, tmp_path, monkeypatch):
+    """Variants that differ in how the policy is run share a scorer; a later stage begins with the first's."""
+    fast = {"hidden": 4, "save_every": 1}
+    variants = (
+        Variant("topk", fast, "foresightkv"),
+        Variant("sample", fast, "foresightkv", policy={"evict": "sample"}),
+        Variant("dagger", fast, "foresightkv", stage="dagger"),
+    )
+    trained, train = [], foresightkv.train
+    monkeypatch.setattr(
+        foresightkv, "train", lambda *given, **named: trained.append(named["stage"]) or train(*given, **named)
+    )
+    asked = few(name="foresight", seeds=1, variants=variants, others=AT_INTERVALS)
+    result = ablation.run(asked, model, TRAIN, TEST, tmp_path)
+    assert trained == ["sft", "sft", "dagger"]
+    topk, sample, dagger = result["variants"]
+    assert topk["recall"] == sample["recall"] != dagger["recall"]
+    assert topk["recall_chance"] == pytest.approx(10 / 30)
+    assert topk["loss_ratio"] != sample["loss_ratio"]
+    assert {row["policy"]: row["role"] for row in result["others"]}["golden"] == "oracle"
+    page = report(result, "command")
+    assert "**Overlap**: of what golden drops" in page
+    assert "| sample | foresightkv | evict sample |" in page
+
+
 def test_page_has_every_row_and_the_command(done):
     out, result = done
     page = report(json.loads((out / "width.json").read_text()), ablation.command(few(), 3))
@@ -213,7 +262,7 @@ def test_page_has_every_row_and_the_command(done):
     assert page.count("\n| wide |") == 2
     assert page.count("\n| narrow and few |") == 3
     assert "| narrow and few | kvpop_mlp | hidden 2 | 4 | 2 | 0 |" in page
-    for policy in ablation.OTHERS:
+    for policy in OTHERS:
         assert page.count(f"\n| {policy} |") == 1
     narrow = result["variants"][1]
     low, high = sorted(narrow["difference"]["by_seed"])

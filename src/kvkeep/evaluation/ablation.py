@@ -19,25 +19,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from kvkeep import scorers
 from kvkeep.evaluation import documents
 from kvkeep.evaluation.ablation_report import report, summary
-from kvkeep.evaluation.ablation_variants import ABLATIONS, OTHERS, Experiment, Variant, ablation
+from kvkeep.evaluation.ablation_training import described, monitor, trained
+from kvkeep.evaluation.ablation_variants import ABLATIONS, Experiment, ablation
 from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate
 from kvkeep.evaluation.store import key, require_writable, write_atomic
-from kvkeep.lifetimes import chance_recall, recall
 from kvkeep.runtime import models
-from kvkeep.training import kvpop
-from kvkeep.training.corpus import Texts, data_fingerprint
-from kvkeep.training.harvest import harvest
+from kvkeep.training.corpus import Texts
 from kvkeep.training.state import jsonable
 
 Told = Callable[[str, int, int], None]
@@ -73,7 +68,7 @@ def run(
     """
     out, told = Path(out), told or (lambda stage, done, total: None)
     folder = out / "shards" if shards is None else Path(shards)
-    trainings = _trainings(experiment, model, train, test)
+    trainings = described(experiment, model, train, test)
     for place in (out, folder):
         if place.exists() and not place.is_dir():
             raise ValueError(f"{place} is a file; it should be a folder")
@@ -82,12 +77,12 @@ def run(
     for seed in range(experiment.seeds):  # a stop then leaves whole comparisons behind
         for variant in experiment.variants:
             title, place = variant.title(seed), f"{variant.method}-{key(**trainings[variant.name])[:16]}-{seed}"
-            made[title] = _trained(experiment, variant, seed, model, train, out / "scorers" / place, folder, told)
+            made[title] = trained(experiment, variant, seed, model, train, out / "scorers" / place, folder, told)
             places[title] = place
-    contenders = line_up(OTHERS)
+    contenders = line_up(experiment.others)
     for seed in range(experiment.seeds):
         for variant in experiment.variants:
-            plain = Contender(variant.method, label=variant.title(seed))
+            plain = Contender(variant.method, label=variant.title(seed), options=variant.policy)
             contenders.append(plain.with_scorer(made[plain.label], places[plain.label]))
     found = evaluate(
         model,
@@ -99,9 +94,9 @@ def run(
         progress=lambda stage, done, total: told(f"evaluate: {stage}", done, total),
         settings={"model": experiment.model},
     )
-    recalls = {title: _recall(model, scorer, test, folder) for title, scorer in made.items()}
+    monitored = {title: monitor(model, scorer, test, folder) for title, scorer in made.items()}
     rows = [row for row in found["rows"] if row["kind"] == "all"]
-    result = summary(experiment, rows, recalls)
+    result = summary(experiment, rows, monitored)
     for variant, row in zip(experiment.variants, result["variants"], strict=True):
         scorer = made[variant.title(0)]
         row |= {"trained_on": scorer.metadata["documents"], "steps": scorer.metadata["steps"]}
@@ -110,80 +105,6 @@ def run(
     result = jsonable(result | {"settings": settings | {"evaluation": found["settings"]}, "rows": rows})
     write_atomic(out / f"{experiment.name}.json", json.dumps(result, indent=1, allow_nan=False))
     return result
-
-
-def _trainings(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> dict[str, dict[str, Any]]:
-    """Of every variant all that decides its scorer but the seed, after it was found that it can be trained."""
-    experiment.check()
-    if min(len(train), len(test)) < 2:
-        raise ValueError(
-            f"an ablation takes two documents or more to train on, and as many held out, not {len(train)}, {len(test)}"
-        )
-    for document, ids in (*train, *test):
-        if ids.numel() != experiment.length:
-            raise ValueError(f"document {document.name!r} has {ids.numel()} tokens, not {experiment.length}")
-    found, fingerprint = {}, scorers.model_fingerprint(model)
-    for variant in experiment.variants:
-        if variant.documents is not None and variant.documents >= len(train):
-            raise ValueError(
-                f"variant {variant.name!r} trains on {variant.documents} of the training documents, but there are only "
-                f"{len(train)} of {experiment.length} tokens"
-            )
-        recipe = variant.recipe(experiment.steps, experiment.calibrate_on)
-        scorers.new(variant.method, model.config, [experiment.budget], hidden=recipe.hidden, **recipe.options)
-        found[variant.name] = {
-            "method": variant.method,
-            "recipe": jsonable(asdict(recipe)),
-            "budget": experiment.budget,
-            "model": fingerprint,
-            "data": data_fingerprint(documents.in_turn(train, variant.documents)),
-        }
-    return found
-
-
-def _trained(
-    experiment: Experiment,
-    variant: Variant,
-    seed: int,
-    model: PreTrainedModel,
-    train: Texts,
-    folder: Path,
-    shards: Path,
-    told: Told,
-) -> scorers.Scorer:
-    """The scorer of a variant and seed, trained unless its checkpoint is there."""
-    if not (folder / "config.json").exists():
-        kvpop.train(
-            variant.method,
-            model,
-            documents.in_turn(train, variant.documents),
-            [experiment.budget],
-            folder,
-            variant.recipe(experiment.steps, experiment.calibrate_on),
-            seed=seed,
-            resume=True,
-            base_model=experiment.model,
-            shards=shards,
-            progress=lambda stage, done, total: told(f"{variant.title(seed)}: {stage}", done, total),
-        )
-    return scorers.load_scorer(folder)
-
-
-@torch.no_grad()
-def _recall(model: PreTrainedModel, scorer: scorers.Scorer, test: Texts, shards: Path) -> tuple[float, float]:
-    """Of the undecayed teacher's top-k, what the undecayed scores hold, mean over layers and documents; and by chance.
-
-    The teacher is the same for all variants, the largest attention of a group's heads, whatever they were trained on.
-    """
-    budget = scorer.budgets[0]
-    pieces = harvest(model, test, budget.window, shards)
-    found = []
-    for piece in pieces:
-        for shape in scorer.geometry:
-            keys, values, target = piece.layer(shape.index)
-            score = scorer(shape.index, keys, values, budget.window).float()
-            found.append(float(recall(target, score, budget).mean()))
-    return float(np.mean(found)), float(np.mean([chance_recall(piece.length, budget) for piece in pieces]))
 
 
 def main(

@@ -13,12 +13,20 @@ from kvkeep.evaluation.ablation_variants import Experiment, differs
 from kvkeep.evaluation.gaps import gaps, summed_losses
 from kvkeep.evaluation.report import grid
 from kvkeep.evaluation.table import role
+from kvkeep.training.foresightkv import METHOD
 
 LEGEND = (
     "**Loss ratio**: loss under the policy over loss with the full cache on the same tokens. Every document's loss is "
-    "averaged over seeds first, then a 95 % bootstrap interval over documents. **Recall**: of the top-k of KVpop's "
-    "teacher (undecayed, the largest attention of a group's heads) what the undecayed scores hold on the held-out "
-    "documents, mean over seeds, beside chance. **Gap closed**: of that between the best rule, named, and `{oracle}`."
+    "averaged over seeds first, then a 95 % bootstrap interval over documents. {monitor} **Gap closed**: of that "
+    "between the best rule, named, and `{oracle}`."
+)
+RECALL = (
+    "**Recall**: of the top-k of KVpop's teacher (undecayed, the largest attention of a group's heads) what the "
+    "undecayed scores hold on the held-out documents, mean over seeds, beside chance."
+)
+OVERLAP = (
+    "**Overlap**: of what golden drops, along golden's evictions of the held-out documents, what the scorer would "
+    "drop, mean over seeds, beside chance."
 )
 
 
@@ -112,16 +120,25 @@ def report(result: Mapping[str, Any], command: str) -> str:
         command: what printed it.
     """
     variants, others = result["variants"], result["others"]
+    foreseeing = variants[0]["method"] == METHOD
     name, oracle = variants[0]["variant"], next(row["policy"] for row in others if row["role"] == "oracle")
     lines = [f"# Ablation: {result['settings']['name']}", "", f"Printed by `{command}`.", "", *_asked(result), ""]
     head = ["variant", "method", f"differs from `{name}` in", "training documents", "steps", "memory"]
     lines += [
         *grid(head, [_made(row) for row in variants]),
         "",
-        LEGEND.format(oracle=oracle),
+        LEGEND.format(oracle=oracle, monitor=OVERLAP if foreseeing else RECALL),
         "",
     ]
-    head = ["variant", "documents", "seeds", "recall", "loss ratio", "by seed", "gap closed"]
+    head = [
+        "variant",
+        "documents",
+        "seeds",
+        "overlap" if foreseeing else "recall",
+        "loss ratio",
+        "by seed",
+        "gap closed",
+    ]
     lines += [
         *grid(head, [_found(row) for row in variants]),
         "",

@@ -1,4 +1,4 @@
-"""The questions that ablations ask: what each variant trains, and how it differs from its reference."""
+"""The questions that ablations ask: what each variant trains and runs, and how it differs from its reference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 from kvkeep.evaluation.contenders import line_up, split_budget
 from kvkeep.evaluation.evaluate import first_measured
-from kvkeep.training import kvpop
+from kvkeep.scorers.features import FeatureSpec
+from kvkeep.training import foresightkv, kvpop
 
 OTHERS = ("full", "streaming", "tova", "h2o_decayed", "future_mass")  # no eviction, rules, an oracle
+AT_INTERVALS = ("full", "streaming", "tova", "h2o_decayed", "snapkv", "rkv", "golden")  # the same for ForesightKV
 
 
 @dataclass(frozen=True)
@@ -19,17 +21,29 @@ class Variant:
 
     Attributes:
         name: what tables call it.
-        overrides: arguments of :func:`kvkeep.training.kvpop.recipe`; its preset is "best" if none is given.
+        overrides: arguments of :func:`kvkeep.training.kvpop.recipe` or :func:`kvkeep.training.foresightkv.recipe`;
+            the preset is "best" if none is given.
         method: the policy whose scorer is trained.
         documents: to train on, of all kinds in turn; None = all that the experiment has.
+        stage: of ForesightKV's training; a later one goes on from the same variant's "sft".
+        policy: options that the policy is run with.
     """
 
     name: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
     method: str = "kvpop_mlp"
     documents: int | None = None
+    stage: str = "sft"
+    policy: Mapping[str, Any] = field(default_factory=dict)
 
-    def recipe(self, steps: int | None = None, calibrate_on: int | None = None) -> kvpop.Recipe:
+    @property
+    def foreseeing(self) -> bool:
+        """Whether it is ForesightKV's."""
+        return self.method == foresightkv.METHOD
+
+    def recipe(self, steps: int | None = None, calibrate_on: int | None = None) -> kvpop.Recipe | foresightkv.Recipe:
+        if self.foreseeing:
+            return foresightkv.recipe(**{"preset": "best", "steps": steps, **self.overrides})
         return kvpop.recipe(**{"preset": "best", "steps": steps, "calibrate_on": calibrate_on, **self.overrides})
 
     def title(self, seed: int) -> str:
@@ -39,8 +53,9 @@ class Variant:
     def parts(self) -> dict[str, Any]:
         """All that it is made of, flat; ``documents`` None = all."""
         recipe = asdict(self.recipe())
-        inner = recipe.pop("schedule") | recipe.pop("options")
-        return {"method": self.method, "training documents": self.documents} | recipe | inner
+        inner = recipe.pop("schedule") | recipe.pop("options", {}) | recipe.pop("features", {}) | dict(self.policy)
+        own = {"method": self.method, "training documents": self.documents, "stage": self.stage}
+        return own | recipe | inner
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,7 @@ class Experiment:
         calibrate_on: documents that every decay is calibrated on, fewer than the recipe's: most of an ablation's time
             would go there.
         model: its name, for the page and the checkpoints.
+        others: policies that are not trained, for comparison.
     """
 
     name: str
@@ -71,10 +87,11 @@ class Experiment:
     steps: int | None = None
     calibrate_on: int = 4
     model: str = "smollm2-135m"
+    others: tuple[str, ...] = OTHERS
 
     def check(self) -> None:
         """Raise ValueError for a budget that cannot be split or leaves nothing to measure, before a model is loaded."""
-        first_measured(line_up(OTHERS), self.budget, self.length)
+        first_measured(line_up(self.others), self.budget, self.length)
         for variant in self.variants:
             split_budget(variant.method, self.budget)
 
@@ -82,6 +99,59 @@ class Experiment:
 def _decay(name: str) -> Variant:
     return Variant(name, {"loss": "intensity", "decay": name})
 
+
+def _foresight(name: str, *, policy: Mapping[str, Any] | None = None, stage: str = "sft", **overrides: Any) -> Variant:
+    return Variant(name, overrides, foresightkv.METHOD, stage=stage, policy=policy or {})
+
+
+KV_ONLY = FeatureSpec(windows=(), cumulative=False, decay=None)
+FORESIGHT = tuple(
+    Experiment(*asked, others=AT_INTERVALS)
+    for asked in (
+        (
+            "foresight-best",
+            "ForesightKV: what does each departure from the paper's recipe bring? One is taken back at a time.",
+            (
+                _foresight("best"),
+                _foresight("published", preset="published"),
+                _foresight("no log, no age", features=FeatureSpec.paper()),
+                _foresight("no age", features=FeatureSpec(normalize="log")),
+                _foresight("hidden 16", hidden=16),
+                _foresight("ranking loss", loss="ranking"),
+            ),
+        ),
+        (
+            "foresight-loss",
+            "ForesightKV: pairwise ranking, the expected log of the future attention, or the log of what is expected?",
+            tuple(_foresight(loss, loss=loss) for loss in ("regression", "ranking", "tweedie")),
+        ),
+        (
+            "foresight-inputs",
+            "ForesightKV: does the scorer need keys and values, the attention received, or both? (The paper's table of "
+            "inputs.)",
+            (
+                _foresight("both"),
+                _foresight("attention only", features=FeatureSpec(kv=False, age=True, normalize="log")),
+                _foresight("keys and values only", features=KV_ONLY),
+            ),
+        ),
+        (
+            "foresight-sampling",
+            "ForesightKV: is what goes the lowest, a draw among the 2L lowest, or a draw among all? (The paper's table "
+            "of sampling; one scorer.)",
+            (
+                _foresight("top-L", preset="published"),
+                _foresight("top-2L, sampled", preset="published", policy={"evict": "sample"}),
+                _foresight("sampled over all", preset="published", policy={"evict": "sample", "pool": None}),
+            ),
+        ),
+        (
+            "foresight-stages",
+            "ForesightKV: what do later stages add to the supervised scorer?",
+            (_foresight("sft"), _foresight("dagger", stage="dagger")),
+        ),
+    )
+)
 
 ABLATIONS = {
     experiment.name: experiment
@@ -134,6 +204,7 @@ ABLATIONS = {
             "What do the departures from the paper's recipe bring together?",
             (Variant("best", {"preset": "best"}), Variant("published", {"preset": "published"})),
         ),
+        *FORESIGHT,
     )
 }
 
@@ -152,4 +223,4 @@ def ablation(name: str, **changes: Any) -> Experiment:
 def differs(variant: Variant, reference: Variant) -> dict[str, Any]:
     """What sets a variant apart from the reference, what follows from its overrides included: part -> value."""
     its = reference.parts()
-    return {part: value for part, value in variant.parts().items() if value != its.get(part)}
+    return {part: value for part, value in variant.parts().items() if part not in its or value != its[part]}

@@ -1,0 +1,126 @@
+"""The trainings of an ablation: what decides each scorer, made or found, and what is watched besides its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from kvkeep import scorers
+from kvkeep.budget import Budget
+from kvkeep.evaluation import documents
+from kvkeep.evaluation.ablation_variants import Experiment, Variant
+from kvkeep.evaluation.contenders import split_budget
+from kvkeep.lifetimes import chance_recall, recall
+from kvkeep.training import foresightkv, kvpop
+from kvkeep.training.corpus import Texts, data_fingerprint
+from kvkeep.training.harvest import harvest
+from kvkeep.training.rank import overlap, spaced
+from kvkeep.training.state import jsonable
+from kvkeep.training.traces import harvest as harvest_traces
+
+Told = Callable[[str, int, int], None]
+
+
+def _budget(experiment: Experiment, variant: Variant) -> Budget | int:
+    """What a variant is trained for; the memory of a KVpop scorer is charged where it is made."""
+    return split_budget(variant.method, experiment.budget) if variant.foreseeing else experiment.budget
+
+
+def described(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> dict[str, dict[str, Any]]:
+    """Of every variant all that decides its scorer but the seed, after it was found that it can be trained."""
+    experiment.check()
+    if min(len(train), len(test)) < 2:
+        raise ValueError(
+            f"an ablation takes two documents or more to train on, and as many held out, not {len(train)}, {len(test)}"
+        )
+    for document, ids in (*train, *test):
+        if ids.numel() != experiment.length:
+            raise ValueError(f"document {document.name!r} has {ids.numel()} tokens, not {experiment.length}")
+    found, fingerprint = {}, scorers.model_fingerprint(model)
+    for variant in experiment.variants:
+        if variant.documents is not None and variant.documents >= len(train):
+            raise ValueError(
+                f"variant {variant.name!r} trains on {variant.documents} of the training documents, but there are only "
+                f"{len(train)} of {experiment.length} tokens"
+            )
+        recipe = variant.recipe(experiment.steps, experiment.calibrate_on)
+        options = {"features": recipe.features} if variant.foreseeing else recipe.options
+        scorers.new(variant.method, model.config, [_budget(experiment, variant)], hidden=recipe.hidden, **options)
+        found[variant.name] = {
+            "method": variant.method,
+            "stage": variant.stage,
+            "recipe": jsonable(asdict(recipe)),
+            "budget": experiment.budget,
+            "model": fingerprint,
+            "data": data_fingerprint(documents.in_turn(train, variant.documents)),
+        }
+    return found
+
+
+def trained(
+    experiment: Experiment,
+    variant: Variant,
+    seed: int,
+    model: PreTrainedModel,
+    train: Texts,
+    folder: Path,
+    shards: Path,
+    told: Told,
+) -> scorers.Scorer:
+    """The scorer of a variant and seed, trained unless its checkpoint is there."""
+    if not (folder / "config.json").exists():
+        chosen, recipe = (
+            documents.in_turn(train, variant.documents),
+            variant.recipe(experiment.steps, experiment.calibrate_on),
+        )
+        shared = {
+            "seed": seed,
+            "resume": True,
+            "base_model": experiment.model,
+            "shards": shards,
+            "progress": lambda stage, done, total: told(f"{variant.title(seed)}: {stage}", done, total),
+        }
+        given = (model, chosen, [_budget(experiment, variant)], folder, recipe)
+        if variant.foreseeing:
+            if variant.stage != "sft":
+                first = replace(variant, stage="sft")
+                place = folder.with_name(folder.name + "-sft")
+                shared["start"] = trained(experiment, first, seed, model, train, place, shards, told)
+            foresightkv.train(*given, stage=variant.stage, **shared)
+        else:
+            kvpop.train(variant.method, *given, **shared)
+    return scorers.load_scorer(folder)
+
+
+@torch.no_grad()
+def monitor(model: PreTrainedModel, scorer: scorers.Scorer, test: Texts, shards: Path) -> tuple[float, float]:
+    """What is watched besides the loss, and what chance would give: mean over layers and held-out documents.
+
+    Of KVpop the recall of the undecayed teacher's top-k by the undecayed scores; the teacher is the same for all
+    variants, the largest attention of a group's heads, whatever they were trained on. Of ForesightKV the overlap of
+    what goes with what golden drops, along golden's evictions.
+    """
+    budget, found = scorer.budgets[0], []
+    if scorer.method == foresightkv.METHOD:
+        rotary = foresightkv.rotaries(model, scorer)
+        traces = harvest_traces(model, test, [budget], shards, scorer.layer(scorer.geometry[0].index).features)
+        for trace in traces:
+            chosen = spaced(trace)
+            for shape in scorer.geometry:
+                layer, group = scorer.layer(shape.index), shape.query_heads // shape.kv_heads
+                keep = layer.keep(trace.features(shape.index, group, layer.features, chosen, rotary[shape.index]))
+                found.append(float(overlap(keep, trace.alpha(shape.index, chosen), budget.interval)))
+        return float(np.mean(found)), budget.interval / (budget.slots - budget.window - budget.sinks)
+    pieces = harvest(model, test, budget.window, shards)
+    for piece in pieces:
+        for shape in scorer.geometry:
+            keys, values, target = piece.layer(shape.index)
+            score = scorer(shape.index, keys, values, budget.window).float()
+            found.append(float(recall(target, score, budget).mean()))
+    return float(np.mean(found)), float(np.mean([chance_recall(piece.length, budget) for piece in pieces]))
