@@ -81,6 +81,10 @@ CHANGED = {
     ("foresight-sampling", "top-2L, sampled"): {"evict": "sample"},
     ("foresight-sampling", "sampled over all"): {"evict": "sample", "pool": None},
     ("foresight-stages", "dagger"): {"stage": "dagger"},
+    ("foresight-rewards", "large, low entropy"): {"variant": "low_large"},
+    ("foresight-rewards", "low entropy"): {"variant": "low"},
+    ("foresight-rewards", "high entropy"): {"variant": "high"},
+    ("foresight-rewards", "all"): {"variant": "all"},
 }
 REFERENCES = {
     "aggregation": ("max", "kvpop_mlp", {"group": "max"}),
@@ -95,6 +99,7 @@ REFERENCES = {
     "foresight-inputs": ("both", "foresightkv", {"kv": True}),
     "foresight-sampling": ("top-L", "foresightkv", {"preset": "published"}),
     "foresight-stages": ("sft", "foresightkv", {"stage": "sft"}),
+    "foresight-rewards": ("large, low entropy, squared", "foresightkv", {"stage": "rl", "variant": "spike"}),
 }
 
 
@@ -109,14 +114,19 @@ def test_variants_differ_in_what_they_say_and_in_nothing_else():
     published = found.pop(("preset", "published"))
     foresight = found.pop(("foresight-best", "published"))
     assert foresight.items() >= {"preset": "published", "loss": "ranking", "hidden": 16, "lr": 1e-2}.items()
+    reinforced = found.pop(("foresight-stages", "rl"))
+    assert reinforced.items() >= {"stage": "rl", "group": 4, "steps": 20, "variant": "spike"}.items()
     assert found == CHANGED
     assert published.items() >= {"preset": "published", "loss": "boundary", "decay": "learned"}.items()
     assert ABLATIONS["preset"].variants[1].recipe(7) == kvpop.recipe("published", 7)
 
 
 def test_steps_are_those_of_every_variant():
+    """Of its fit; reinforcement has its own number, since a step of it costs a forward a trajectory."""
     for experiment in ABLATIONS.values():
-        assert {variant.recipe(3).schedule.steps for variant in experiment.variants} == {3}
+        fitted = [variant for variant in experiment.variants if variant.stage != "rl"]
+        assert all(variant.recipe(3).schedule.steps == 3 for variant in fitted)
+        assert all(v.supervised().recipe(3).schedule.steps == 3 for v in experiment.variants if v.foreseeing)
 
 
 def test_numbers_are_those_of_the_evaluation(done):
@@ -233,15 +243,18 @@ def test_foresightkv_has_its_own_recipe_stages_and_monitor(model, tmp_path, monk
         Variant("topk", fast, "foresightkv"),
         Variant("sample", fast, "foresightkv", policy={"evict": "sample"}),
         Variant("dagger", fast, "foresightkv", stage="dagger"),
+        Variant("rl", {"hidden": 4, "steps": 1, "batch": 1, "group": 2, "variant": "all"}, "foresightkv", stage="rl"),
     )
     trained, train = [], foresightkv.train
     monkeypatch.setattr(
-        foresightkv, "train", lambda *given, **named: trained.append(named["stage"]) or train(*given, **named)
+        foresightkv,
+        "train",
+        lambda *given, **named: trained.append(named.get("stage", "sft")) or train(*given, **named),
     )
     asked = few(name="foresight", seeds=1, variants=variants, others=AT_INTERVALS)
     result = ablation.run(asked, model, TRAIN, TEST, tmp_path)
-    assert trained == ["sft", "sft", "dagger"]
-    topk, sample, dagger = result["variants"]
+    assert trained == ["sft", "dagger", "sft", "rl"], "the first was there for the second, not for another recipe"
+    topk, sample, dagger, _ = result["variants"]
     assert topk["recall"] == sample["recall"] != dagger["recall"]
     assert topk["recall_chance"] == pytest.approx(10 / 30)
     assert topk["loss_ratio"] != sample["loss_ratio"]

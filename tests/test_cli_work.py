@@ -69,6 +69,14 @@ def test_foresightkv_is_trained_and_goes_on_with_dagger(run, folder, texts, tmp_
     code, _, err = train(run, folder, texts, tmp_path / "dagger", *budgets, *more, method="foresightkv")
     assert (code, err) == (0, "")
     assert kvkeep.load_scorer(tmp_path / "dagger").metadata["stage"] == "dagger"
+    more = ("--stage", "rl", "--start", tmp_path / "sft", "--group-size", "2", "--steps", "1", "--reward", "all")
+    code, said, err = train(run, folder, texts, tmp_path / "rl", *budgets, *more, method="foresightkv")
+    assert (code, err) == (0, "")
+    assert "reward on the traces trained on" in said
+    reinforced = kvkeep.load_scorer(tmp_path / "rl").metadata
+    assert reinforced["stage"] == "rl"
+    assert reinforced["recipe"]["reinforcement"]["variant"] == "all"
+    assert reinforced["start"] == scorer.fingerprint()
     code, _, err = train(
         run, folder, texts, tmp_path / "kv", *budgets, "--inputs", "kv", "--preset", "published", method="foresightkv"
     )
@@ -109,6 +117,13 @@ def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
         (("train", "kvpop"), "--out"),
         (("train", "kvpop", "--out", "x", "--stage", "sft"), "--stage is for foresightkv"),
         (("train", "kvpop", "--out", "x", "--budget-at-rest"), "--budget-at-rest is for foresightkv"),
+        (("train", "kvpop", "--out", "x", "--reward", "low"), "--reward is for foresightkv"),
+        (("train", "foresightkv", "--out", "x", "--beta", "1"), "--beta is for --stage rl"),
+        (("train", "foresightkv", "--out", "x", "--stage", "rl"), "--stage rl needs --start DIR"),
+        (("train", "foresightkv", "--out", "x", "--stage", "rl", "--group-size", "1", "--start", "y"), "group of 1"),
+        (("train", "foresightkv", "--out", "x", "--stage", "rl", "--reward", "high5", "--start", "y"), "not 'high5'"),
+        (("train", "foresightkv", "--out", "x", "--stage", "rl", "--hidden", "8", "--start", "y"), "--hidden is for"),
+        (("train", "foresightkv", "--out", "x", "--stage", "rl", "--loss", "ranking", "--start", "y"), "--loss is for"),
         (("train", "foresightkv", "--out", "x", "--delay"), "--delay is not for foresightkv"),
         (("train", "foresightkv", "--out", "x", "--backbone", "lora"), "on a frozen backbone"),
         (("train", "foresightkv", "--out", "x", "--stage", "dagger"), "--stage dagger needs --start DIR"),

@@ -27,9 +27,19 @@ INPUTS = {
 }
 Inputs = StrEnum("Inputs", [(name, name) for name in INPUTS])
 
+REWARDS = foresightkv.reinforce.CHOICES["variant"]
 StageFlag = Annotated[
-    Stage | None, typer.Option("--stage", help="Of foresightkv: sft, golden's traces; dagger, a scorer's own.")
+    Stage | None,
+    typer.Option("--stage", help="Of foresightkv: sft, golden's traces; dagger, a scorer's own; rl, reinforcement."),
 ]
+RolloutFlag = Annotated[
+    str | None, typer.Option("--rollout", help="Of rl: trace, along the documents; generate, what the model writes.")
+]
+GroupSizeFlag = Annotated[
+    int | None, typer.Option("--group-size", help="Of rl: trajectories of a document that are compared (8).")
+]
+RewardFlag = Annotated[str | None, typer.Option("--reward", help=f"Of rl: {', '.join(REWARDS)}.")]
+BetaFlag = Annotated[float | None, typer.Option("--beta", help="Of rl: weight of the KL to the scorer it began as.")]
 InputsFlag = Annotated[
     Inputs | None, typer.Option("--inputs", help="What a foresightkv scorer reads; the preset's by default.")
 ]
@@ -49,14 +59,37 @@ def require_its_own(context: typer.Context, frozen: bool) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is not for foresightkv")
 
 
-def settings(preset: str, steps: int | None, inputs: Inputs | None, **given: Any) -> foresightkv.Recipe:
+def settings(
+    preset: str,
+    steps: int | None,
+    stage: Stage | None,
+    inputs: Inputs | None,
+    hidden: int | None,
+    loss: str | None,
+    lr: float | None,
+    reinforced: dict[str, Any],
+) -> foresightkv.Recipe:
     """The recipe of the flags.
 
+    Args:
+        reinforced: flags of the stage "rl" alone, flag -> (field of its schedule, value).
+
     Raises:
-        ValueError: for an unknown preset or a value that a recipe does not take.
+        ValueError: for an unknown preset, a value that a recipe does not take, or a flag of another stage.
     """
+    name = "sft" if stage is None else stage.value
+    given = {flag: value for flag, (_, value) in reinforced.items() if value is not None}
+    if name != "rl" and given:
+        raise ValueError(f"{min(given)} is for --stage rl")
+    own = dict(reinforced.values()) if name == "rl" else {"loss": loss}
+    if name == "rl" and loss is not None:
+        raise ValueError("--loss is for the stages before rl, which has a --reward")
+    if name != "sft":
+        for flag, value in {"--inputs": inputs, "--hidden": hidden}.items():
+            if value is not None:
+                raise ValueError(f"{flag} is for --stage sft: a later stage keeps what the scorer of --start has")
     features = None if inputs is None else INPUTS[inputs.value]
-    return foresightkv.recipe(preset, steps, features=features, **given)
+    return foresightkv.recipe(preset, steps, name, features=features, hidden=hidden, lr=lr, **own)
 
 
 def start_from(stage: Stage | None, folder: Path | None) -> tuple[str, scorers.Scorer | None]:
@@ -82,6 +115,12 @@ def run(language_model: Any, packed: Sequence[Any], out: Path, **options: Any) -
     with common.progress_bar() as progress:
         scorer = foresightkv.train(language_model, packed, out=out, progress=progress, **options)
     found = scorer.metadata["metrics"]["held_out"]
+    if "train_reward_gain" in found:
+        for where, prefix in (("the traces trained on", "train_"), ("held-out traces", "")):
+            if f"{prefix}reward_gain" in found:
+                gain = found[f"{prefix}reward_gain"]
+                low_high = "[{:+.5f}, {:+.5f}]".format(*gain["interval"])
+                typer.echo(f"reward on {where} {gain['value']:+.5f} {low_high} over the scorer it began as")
     if "overlap" in found:
         value = {name: found[name]["value"] for name in ("overlap", "chance", "tau")}
         low_high = "[{:.3f}, {:.3f}]".format(*found["overlap"]["interval"])

@@ -54,6 +54,10 @@ def run(
     ] = None,
     stage: foresight.StageFlag = None,
     inputs: foresight.InputsFlag = None,
+    rollout: foresight.RolloutFlag = None,
+    group_size: foresight.GroupSizeFlag = None,
+    reward: foresight.RewardFlag = None,
+    beta: foresight.BetaFlag = None,
     interval: common.IntervalFlag = None,
     at_rest: common.AtRestFlag = False,
     backbone: tune.BackboneFlag = tune.Backbone.frozen,
@@ -86,14 +90,22 @@ def run(
     frozen, foreseeing = backbone == tune.Backbone.frozen, method == foresightkv.METHOD
     bounds = common.numbers(budgets, "--budgets")
     shared = {"seed": seed, "resume": resume, "base_model": model, "command": context.obj, "shards": shards}
+    reinforced = {
+        "--rollout": ("rollout", rollout),
+        "--group-size": ("group", group_size),
+        "--reward": ("variant", reward),
+        "--beta": ("beta", beta),
+    }
     tuning = trained = begun = None
     if foreseeing:
         foresight.require_its_own(context, frozen)
-        recipe = foresight.settings(preset, steps, inputs, hidden=hidden, loss=loss, lr=lr)
+        recipe = foresight.settings(preset, steps, stage, inputs, hidden, loss, lr, reinforced)
         name, begun = foresight.start_from(stage, start)
         split = foresight.split(bounds, interval, at_rest)
     else:
-        for flag, given in {"--stage": stage, "--inputs": inputs, "--interval": interval}.items():
+        own = {"--stage": stage, "--inputs": inputs, "--interval": interval}
+        own |= {flag: value for flag, (_, value) in reinforced.items()}
+        for flag, given in own.items():
             if given is not None:
                 raise ValueError(f"{flag} {foresight.ONLY_HERE}")
         if at_rest:

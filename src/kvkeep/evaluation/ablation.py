@@ -26,11 +26,11 @@ from transformers import PreTrainedModel
 
 from kvkeep.evaluation import documents
 from kvkeep.evaluation.ablation_report import report, summary
-from kvkeep.evaluation.ablation_training import described, monitor, trained
+from kvkeep.evaluation.ablation_training import monitor, require_trainable, trained
 from kvkeep.evaluation.ablation_variants import ABLATIONS, Experiment, ablation
 from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate
-from kvkeep.evaluation.store import key, require_writable, write_atomic
+from kvkeep.evaluation.store import require_writable, write_atomic
 from kvkeep.runtime import models
 from kvkeep.training.corpus import Texts
 from kvkeep.training.state import jsonable
@@ -68,7 +68,7 @@ def run(
     """
     out, told = Path(out), told or (lambda stage, done, total: None)
     folder = out / "shards" if shards is None else Path(shards)
-    trainings = described(experiment, model, train, test)
+    require_trainable(experiment, model, train, test)
     for place in (out, folder):
         if place.exists() and not place.is_dir():
             raise ValueError(f"{place} is a file; it should be a folder")
@@ -76,9 +76,9 @@ def run(
     made, places = {}, {}
     for seed in range(experiment.seeds):  # a stop then leaves whole comparisons behind
         for variant in experiment.variants:
-            title, place = variant.title(seed), f"{variant.method}-{key(**trainings[variant.name])[:16]}-{seed}"
-            made[title] = trained(experiment, variant, seed, model, train, out / "scorers" / place, folder, told)
-            places[title] = place
+            title = variant.title(seed)
+            given = (experiment, variant, seed, model, train, out / "scorers", folder, told)
+            made[title], places[title] = trained(*given)
     contenders = line_up(experiment.others)
     for seed in range(experiment.seeds):
         for variant in experiment.variants:

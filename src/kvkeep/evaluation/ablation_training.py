@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from kvkeep.budget import Budget
 from kvkeep.evaluation import documents
 from kvkeep.evaluation.ablation_variants import Experiment, Variant
 from kvkeep.evaluation.contenders import split_budget
+from kvkeep.evaluation.store import key
 from kvkeep.lifetimes import chance_recall, recall
 from kvkeep.training import foresightkv, kvpop
 from kvkeep.training.corpus import Texts, data_fingerprint
@@ -32,8 +32,8 @@ def _budget(experiment: Experiment, variant: Variant) -> Budget | int:
     return split_budget(variant.method, experiment.budget) if variant.foreseeing else experiment.budget
 
 
-def described(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> dict[str, dict[str, Any]]:
-    """Of every variant all that decides its scorer but the seed, after it was found that it can be trained."""
+def require_trainable(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> None:
+    """Raise ValueError where a variant cannot be trained on the documents, or made for the model and budget."""
     experiment.check()
     if min(len(train), len(test)) < 2:
         raise ValueError(
@@ -42,7 +42,6 @@ def described(experiment: Experiment, model: PreTrainedModel, train: Texts, test
     for document, ids in (*train, *test):
         if ids.numel() != experiment.length:
             raise ValueError(f"document {document.name!r} has {ids.numel()} tokens, not {experiment.length}")
-    found, fingerprint = {}, scorers.model_fingerprint(model)
     for variant in experiment.variants:
         if variant.documents is not None and variant.documents >= len(train):
             raise ValueError(
@@ -52,15 +51,19 @@ def described(experiment: Experiment, model: PreTrainedModel, train: Texts, test
         recipe = variant.recipe(experiment.steps, experiment.calibrate_on)
         options = {"features": recipe.features} if variant.foreseeing else recipe.options
         scorers.new(variant.method, model.config, [_budget(experiment, variant)], hidden=recipe.hidden, **options)
-        found[variant.name] = {
-            "method": variant.method,
-            "stage": variant.stage,
-            "recipe": jsonable(asdict(recipe)),
-            "budget": experiment.budget,
-            "model": fingerprint,
-            "data": data_fingerprint(documents.in_turn(train, variant.documents)),
-        }
-    return found
+
+
+def place(experiment: Experiment, variant: Variant, seed: int, model: PreTrainedModel, train: Texts) -> str:
+    """The folder of a variant's scorer: a name made of all that decides it, not of the question that asked for it."""
+    decides = {
+        "method": variant.method,
+        "stage": variant.stage,
+        "recipe": jsonable(asdict(variant.recipe(experiment.steps, experiment.calibrate_on))),
+        "budget": experiment.budget,
+        "model": scorers.model_fingerprint(model),
+        "data": data_fingerprint(documents.in_turn(train, variant.documents)),
+    }
+    return f"{variant.method}-{key(**decides)[:16]}-{seed}"
 
 
 def trained(
@@ -69,16 +72,15 @@ def trained(
     seed: int,
     model: PreTrainedModel,
     train: Texts,
-    folder: Path,
+    out: Path,
     shards: Path,
     told: Told,
-) -> scorers.Scorer:
-    """The scorer of a variant and seed, trained unless its checkpoint is there."""
+) -> tuple[scorers.Scorer, str]:
+    """The scorer of a variant and seed, trained unless its checkpoint is there; and the name of its folder in OUT."""
+    name = place(experiment, variant, seed, model, train)
+    folder = out / name
     if not (folder / "config.json").exists():
-        chosen, recipe = (
-            documents.in_turn(train, variant.documents),
-            variant.recipe(experiment.steps, experiment.calibrate_on),
-        )
+        recipe = variant.recipe(experiment.steps, experiment.calibrate_on)
         shared = {
             "seed": seed,
             "resume": True,
@@ -86,16 +88,15 @@ def trained(
             "shards": shards,
             "progress": lambda stage, done, total: told(f"{variant.title(seed)}: {stage}", done, total),
         }
-        given = (model, chosen, [_budget(experiment, variant)], folder, recipe)
-        if variant.foreseeing:
-            if variant.stage != "sft":
-                first = replace(variant, stage="sft")
-                place = folder.with_name(folder.name + "-sft")
-                shared["start"] = trained(experiment, first, seed, model, train, place, shards, told)
-            foresightkv.train(*given, stage=variant.stage, **shared)
-        else:
+        given = (model, documents.in_turn(train, variant.documents), [_budget(experiment, variant)], folder, recipe)
+        if not variant.foreseeing:
             kvpop.train(variant.method, *given, **shared)
-    return scorers.load_scorer(folder)
+        elif variant.stage == "sft":
+            foresightkv.train(*given, **shared)
+        else:
+            start, _ = trained(experiment, variant.supervised(), seed, model, train, out, shards, told)
+            foresightkv.train(*given, stage=variant.stage, start=start, **shared)
+    return scorers.load_scorer(folder), name
 
 
 @torch.no_grad()

@@ -36,6 +36,13 @@ class Variant:
     stage: str = "sft"
     policy: Mapping[str, Any] = field(default_factory=dict)
 
+    def supervised(self) -> Variant:
+        """What a later stage of ForesightKV goes on from; reinforcement has a schedule of its own."""
+        mine = ("preset", "features", "hidden") if self.stage == "rl" else tuple(self.overrides)
+        return replace(
+            self, stage="sft", overrides={part: self.overrides[part] for part in mine if part in self.overrides}
+        )
+
     @property
     def foreseeing(self) -> bool:
         """Whether it is ForesightKV's."""
@@ -43,7 +50,7 @@ class Variant:
 
     def recipe(self, steps: int | None = None, calibrate_on: int | None = None) -> kvpop.Recipe | foresightkv.Recipe:
         if self.foreseeing:
-            return foresightkv.recipe(**{"preset": "best", "steps": steps, **self.overrides})
+            return foresightkv.recipe(**{"preset": "best", "steps": steps, "stage": self.stage, **self.overrides})
         return kvpop.recipe(**{"preset": "best", "steps": steps, "calibrate_on": calibrate_on, **self.overrides})
 
     def title(self, seed: int) -> str:
@@ -53,7 +60,13 @@ class Variant:
     def parts(self) -> dict[str, Any]:
         """All that it is made of, flat; ``documents`` None = all."""
         recipe = asdict(self.recipe())
-        inner = recipe.pop("schedule") | recipe.pop("options", {}) | recipe.pop("features", {}) | dict(self.policy)
+        schedules = {"schedule": recipe.pop("schedule"), "reinforcement": recipe.pop("reinforcement", {})}
+        inner = (
+            schedules["reinforcement" if self.stage == "rl" else "schedule"]
+            | recipe.pop("options", {})
+            | recipe.pop("features", {})
+            | dict(self.policy)
+        )
         own = {"method": self.method, "training documents": self.documents, "stage": self.stage}
         return own | recipe | inner
 
@@ -104,6 +117,7 @@ def _foresight(name: str, *, policy: Mapping[str, Any] | None = None, stage: str
     return Variant(name, overrides, foresightkv.METHOD, stage=stage, policy=policy or {})
 
 
+FEW = {"steps": 20, "batch": 2, "group": 4}  # of reinforcement, on a CPU
 KV_ONLY = FeatureSpec(windows=(), cumulative=False, decay=None)
 FORESIGHT = tuple(
     Experiment(*asked, others=AT_INTERVALS)
@@ -148,7 +162,21 @@ FORESIGHT = tuple(
         (
             "foresight-stages",
             "ForesightKV: what do later stages add to the supervised scorer?",
-            (_foresight("sft"), _foresight("dagger", stage="dagger")),
+            (_foresight("sft"), _foresight("dagger", stage="dagger"), _foresight("rl", stage="rl", **FEW)),
+        ),
+        (
+            "foresight-rewards",
+            "ForesightKV: which increases of the loss should reinforcement punish? (The paper's table of rewards.)",
+            tuple(
+                _foresight(name, stage="rl", variant=variant, preset="published", **FEW)
+                for name, variant in {
+                    "large, low entropy, squared": "spike",
+                    "large, low entropy": "low_large",
+                    "low entropy": "low",
+                    "high entropy": "high",
+                    "all": "all",
+                }.items()
+            ),
         ),
     )
 )

@@ -4,10 +4,12 @@ Stages
     ``sft``     read every document once along golden's evictions (:mod:`~kvkeep.training.traces`), fit the scorer to
                 what golden knows (:mod:`~kvkeep.training.rank`).
     ``dagger``  go on from such a scorer: the oracle also labels the states that the scorer's own evictions reach.
+    ``rl``      go on from such a scorer: draws that spare the model surprises become more likely
+                (:mod:`~kvkeep.training.reinforce`).
 
 Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
-                   a cosine over 1,000 steps, 8 traces a step.
+                   a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
     ``best``       the default: statistics on a log scale and the age, 128 hidden units, regression on log alpha.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
@@ -25,14 +27,15 @@ from kvkeep import scorers
 from kvkeep.budget import Budget
 from kvkeep.runtime.geometry import rotary, text_config
 from kvkeep.scorers.features import FeatureSpec
+from kvkeep.training import reinforce
 from kvkeep.training.corpus import Texts, data_fingerprint, mixed, require_long_enough, trained_on
 from kvkeep.training.loop import Progress
 from kvkeep.training.rank import Rank, Schedule
 from kvkeep.training.state import jsonable, open_run
-from kvkeep.training.traces import SPACING, Trace, harvest
+from kvkeep.training.traces import SPACING, harvest
 
 METHOD = "foresightkv"
-STAGES = ("sft", "dagger")
+STAGES = ("sft", "dagger", "rl")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Recipe:
 
     Attributes:
         preset: the one it began as.
-        schedule: of the fit.
+        schedule: of the fit, in stages "sft" and "dagger".
+        reinforcement: the schedule of stage "rl".
         hidden: width of the scoring network.
         features: what it reads.
         held_out: share of the documents kept for held-out evaluation and early stop.
@@ -50,6 +54,7 @@ class Recipe:
 
     preset: str = "best"
     schedule: Schedule = field(default_factory=Schedule)
+    reinforcement: reinforce.Schedule = field(default_factory=reinforce.Schedule)
     hidden: int = 128
     features: FeatureSpec = field(default_factory=FeatureSpec.best)
     held_out: float = 0.1
@@ -64,30 +69,44 @@ PRESETS = {
         hidden=16,
         features=FeatureSpec.paper(),
     ),
-    "mini": Recipe(preset="mini", schedule=Schedule(steps=40, warmup=4, evaluate_every=20, save_every=20), hidden=16),
+    "mini": Recipe(
+        preset="mini",
+        schedule=Schedule(steps=40, warmup=4, evaluate_every=20, save_every=20),
+        reinforcement=reinforce.Schedule(steps=4, batch=2, group=4, warmup=1, evaluate_every=4, save_every=2),
+        hidden=16,
+    ),
 }
 
 
-def recipe(preset: str, steps: int | None = None, **overrides: Any) -> Recipe:
+def recipe(preset: str, steps: int | None = None, stage: str = "sft", **overrides: Any) -> Recipe:
     """A preset with parts replaced.
 
     Args:
         preset: a name of ``PRESETS``.
-        steps: optimiser steps; None keeps the preset's.
-        overrides: fields of :class:`Recipe` or :class:`~kvkeep.training.rank.Schedule`; None keeps the preset's.
+        steps: optimiser steps of the stage; None keeps the preset's.
+        stage: whose schedule the overrides are of.
+        overrides: fields of :class:`Recipe`, and of :class:`~kvkeep.training.rank.Schedule` or, for the stage "rl", of
+            :class:`~kvkeep.training.reinforce.Schedule`; None keeps the preset's.
 
     Raises:
-        ValueError: for an unknown preset or field.
+        ValueError: for an unknown preset, stage or field.
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
+    _require_stage(stage)
+    part = "reinforcement" if stage == "rl" else "schedule"
+    base = PRESETS[preset]
     given = {name: value for name, value in {"steps": steps, **overrides}.items() if value is not None}
-    timing = {name: given.pop(name) for name in list(given) if name in Schedule.__dataclass_fields__}
+    timing = {name: given.pop(name) for name in list(given) if name in vars(getattr(base, part))}
     unknown = set(given) - set(Recipe.__dataclass_fields__)
     if unknown:
         raise ValueError(f"a recipe has no {', '.join(sorted(unknown))}")
-    base = PRESETS[preset]
-    return replace(base, schedule=replace(base.schedule, **timing), **given)
+    return replace(base, **{part: replace(getattr(base, part), **timing)}, **given)
+
+
+def _require_stage(stage: str) -> None:
+    if stage not in STAGES:
+        raise ValueError(f"stage is one of {', '.join(STAGES)}, not {stage!r}")
 
 
 def train(
@@ -114,8 +133,8 @@ def train(
         budgets: slots, or budgets with an interval.
         out: the checkpoint folder; ``out/run`` holds the log, the state and the shards while it is made.
         settings: see :func:`recipe`; None = the preset ``best``.
-        stage: "sft" or "dagger".
-        start: the scorer that "dagger" goes on from, with its features and width.
+        stage: "sft", "dagger" or "rl".
+        start: the scorer that a later stage goes on from, with its features and width.
         seed: of initial weights and order.
         resume: go on where an earlier run in ``out`` was stopped; without it an unfinished run is refused.
         base_model: recorded as the model's name; None takes the config's.
@@ -129,11 +148,10 @@ def train(
             ``out`` that holds another run.
     """
     settings = PRESETS["best"] if settings is None else settings
-    if stage not in STAGES:
-        raise ValueError(f"stage is one of {', '.join(STAGES)}, not {stage!r}")
-    if (start is not None) != (stage == "dagger"):
+    _require_stage(stage)
+    if (start is None) != (stage == "sft"):
         raise ValueError(
-            "stage 'dagger' goes on from a scorer of stage 'sft': start from one"
+            f"stage {stage!r} goes on from a scorer of stage 'sft': start from one"
             if start is None
             else "stage 'sft' starts from nothing, so it takes no scorer"
         )
@@ -150,39 +168,37 @@ def train(
     }
     run = open_run(Path(out), jsonable(record), resume)
     documents = mixed(documents)
-    spec, folder = scorer.layer(scorer.geometry[0].index).features, run / "shards" if shards is None else Path(shards)
     cut = trained_on(len(documents), settings.held_out)
-    reading = {"spec": spec, "storage": settings.storage, "progress": progress}
-    train_on = harvest(model, documents[:cut], scorer.budgets, folder, **reading)
-    held_out = harvest(model, documents[cut:], scorer.budgets, folder, **reading)
-    if start is not None:
-        train_on += harvest(model, documents[:cut], scorer.budgets, folder, student=start, **reading)
-    fit = Rank(
-        scorer,
-        train_on,
-        held_out,
-        settings.schedule,
-        run,
-        rotaries(model, scorer),
-        fresh=start is None,
-        resume=resume,
-        seed=seed,
-        progress=progress,
-    )
-    found = {name: {"value": each.value, "interval": [each.low, each.high]} for name, each in fit.run().items()}
+    shared = {"resume": resume, "seed": seed, "progress": progress}
+    if stage == "rl":
+        rl = reinforce.Reinforce(model, scorer, documents[:cut], documents[cut:], settings.reinforcement, run, **shared)
+        found, steps, counted = rl.run(), rl.step, {"traces": len(rl.held_out), "train_traces": len(rl.train)}
+    else:
+        folder = run / "shards" if shards is None else Path(shards)
+        reading = {"spec": scorer.layer(scorer.geometry[0].index).features, "storage": settings.storage}
+        traces = [
+            harvest(model, part, scorer.budgets, folder, progress=progress, **reading)
+            for part in (documents[:cut], documents[cut:])
+        ]
+        if start is not None:
+            own = harvest(model, documents[:cut], scorer.budgets, folder, student=start, progress=progress, **reading)
+            traces[0] += own
+        fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=start is None, **shared)
+        found, steps, counted = fit.run(), fit.step, {"traces": len(traces[1])}
+    metrics = {name: {"value": each.value, "interval": [each.low, each.high]} for name, each in found.items()}
     scorer.save_pretrained(
         out,
         half=half,
         base_model=base_model or model.config.name_or_path,
         base_fingerprint=scorers.model_fingerprint(model),
         data_fingerprint=record["data"],
-        metrics={"held_out": found | {"traces": len(held_out)}},
+        metrics={"held_out": metrics | counted},
         recipe=jsonable(asdict(settings)),
         stage=stage,
         start=record["start"],
         seed=seed,
         league="frozen backbone",
-        steps=fit.step,
+        steps=steps,
         documents=len(documents),
         command=command,
     )
@@ -195,7 +211,7 @@ def _fresh(model, budgets, settings: Recipe, seed: int, start: scorers.Scorer | 
         options = {"hidden": settings.hidden, "features": settings.features}
         return scorers.new(METHOD, model.config, list(budgets), seed=seed, **options)
     if start.method != METHOD:
-        raise ValueError(f"stage 'dagger' goes on from a {METHOD} scorer, not a {start.method} scorer")
+        raise ValueError(f"later stages go on from a {METHOD} scorer, not a {start.method} scorer")
     start.require_fits(model.config, scorers.model_fingerprint(model))
     scorer = scorers.new(METHOD, model.config, list(budgets), seed=seed, **start.options)
     scorer.load_state_dict(start.state_dict())
@@ -206,6 +222,3 @@ def rotaries(model: PreTrainedModel, scorer: scorers.Scorer) -> dict[int, Any]:
     """The rotary embedding of every layer that the scorer works in."""
     config = text_config(model.config)
     return {shape.index: rotary(config, shape.index, shape.head_dim) for shape in scorer.geometry}
-
-
-__all__ = ["METHOD", "PRESETS", "STAGES", "Recipe", "Trace", "recipe", "train"]
