@@ -169,6 +169,14 @@ def test_resumed_run_is_the_uninterrupted_one(model, tmp_path, pairs):
     assert logs[0] == logs[1]
 
 
+def test_resuming_with_another_model_is_refused(model, tmp_path):
+    foresightkv.train(model, texts(3), BUDGETS[:1], tmp_path, small())
+    with pytest.raises(ValueError, match="with another model; it cannot be resumed"):
+        foresightkv.train(
+            tiny_model(dtype=torch.float32, seed=1), texts(3), BUDGETS[:1], tmp_path, small(), resume=True
+        )
+
+
 def test_an_early_stop_watches_the_overlap(model, tmp_path):
     settings = small(steps=200, evaluate_every=1, patience=2, lr=1e-9)
     scorer = foresightkv.train(model, texts(3), BUDGETS[:1], tmp_path, settings)
@@ -196,7 +204,10 @@ def test_dagger_goes_on_from_a_scorer_on_the_states_it_reaches(model, tmp_path):
     [
         ({"stage": "dagger"}, "stage 'dagger' goes on from a scorer of stage 'sft'"),
         ({"stage": "later"}, "stage is one of sft, dagger"),
-        ({"budgets": [kvkeep.Budget(0, 4, 100, 4)]}, "text 0 is no longer than the largest budget"),
+        (
+            {"budgets": [kvkeep.Budget(0, 4, 100, 4)]},
+            "document 'text 0' has 70 tokens: nothing to learn from beside a budget that holds 108",
+        ),
         ({"documents": texts(1)}, "two documents or more"),
     ],
 )

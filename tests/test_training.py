@@ -19,7 +19,7 @@ from kvkeep.scorers import model_fingerprint
 from kvkeep.training import kvpop, losses
 from kvkeep.training.corpus import data_fingerprint
 from kvkeep.training.decay import LearnedDecay
-from kvkeep.training.fit import Fit, Schedule
+from kvkeep.training.fit import Fit, Schedule, admitted
 from kvkeep.training.harvest import harvest
 from kvkeep.training.state import Log
 from tiny import random_ids, tiny_model
@@ -179,8 +179,61 @@ def test_resuming_another_run_is_refused(model, tmp_path):
     kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small())
     with pytest.raises(ValueError, match="holds a run already: give --resume"):
         kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small())
-    with pytest.raises(ValueError, match="other settings, budgets, seed or documents"):
+    with pytest.raises(ValueError, match="holds a run with another seed; it cannot"):
         kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small(), seed=1, resume=True)
+
+
+def test_resuming_with_another_model_or_number_format_is_refused(model, tmp_path):
+    kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small())
+    other = tiny_model(dtype=torch.float32, seed=1)
+    with pytest.raises(ValueError, match="with another model; it cannot be resumed"):
+        kvpop.train("kvpop_mlp", other, texts(3), BUDGETS, tmp_path, small(), resume=True)
+    with pytest.raises(ValueError, match="with another dtype; it cannot be resumed"):
+        kvpop.train("kvpop_mlp", tiny_model(dtype=torch.bfloat16), texts(3), BUDGETS, tmp_path, small(), resume=True)
+
+
+def test_files_of_others_are_never_written_over(model, tmp_path):
+    """A model's folder, say, whose config.json would be lost."""
+    (tmp_path / "config.json").write_text("{}")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"holds config\.json, which no training run put there"):
+            kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small(), resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    with pytest.raises(ValueError, match=r"config\.json is a file; it should be a folder"):
+        kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path / "config.json", small())
+    with pytest.raises(ValueError, match=r"/proc/here cannot be written to"):
+        kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, "/proc/here", small(), shards=tmp_path / "shards")
+
+
+def test_a_finished_scorer_is_reused_as_it_is_or_refused(model, tmp_path, monkeypatch):
+    first = kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small())
+    monkeypatch.setattr(kvpop, "harvest", None)
+    again = kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small(), resume=True, reuse=True)
+    assert again.fingerprint() == first.fingerprint()
+    with pytest.raises(ValueError, match="with another recipe"):
+        kvpop.train("kvpop_mlp", model, texts(3), BUDGETS, tmp_path, small(hidden=5), resume=True, reuse=True)
+
+
+@pytest.mark.parametrize("preset", ["mini", "published"])
+def test_the_log_tells_of_every_head(model, tmp_path, preset):
+    """Issue: keep rate and gamma per head, at every held-out evaluation."""
+    settings = kvpop.recipe(preset, steps=2, evaluate_every=1, calibrate_on=1)
+    kvpop.train("kvpop_mlp", model, texts(4), BUDGETS, tmp_path, settings)
+    for line in map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines()):
+        for name in ("keep_rate", "gamma"):
+            assert [len(heads) for heads in line[name]] == [2, 2]
+            assert all(0 <= value <= 1 for heads in line[name] for value in heads)
+        assert {value for heads in line["gamma"] for value in heads} != {1.0}
+
+
+def test_keep_rate_is_what_stays_when_it_leaves_the_window():
+    budget = kvkeep.Budget(1, 2, 3)
+    rising, falling = torch.arange(20.0), -torch.arange(20.0)
+    assert admitted(torch.stack([rising, falling])[None], budget).tolist() == [[1.0, 0.0]]
+    order = torch.tensor(
+        [9, 1, 2, 3, 0, 4, 1.5, 9, 9]
+    )  # sink, three that fill the cache, then 0 no, 4 yes; two in the window
+    assert admitted(order[None, None], budget).item() == pytest.approx(1 / 3)
 
 
 def test_seed_decides_everything(model, tmp_path):
@@ -308,7 +361,10 @@ def test_log_drops_lines_past_the_saved_step(tmp_path):
 MISTAKES = [
     (lambda model, out: kvpop.train("h2o", model, texts(), BUDGETS, out), "train takes kvpop or kvpop_mlp, not 'h2o'"),
     (lambda model, out: kvpop.train("kvpop", model, texts(1), BUDGETS, out), "two documents or more"),
-    (lambda model, out: kvpop.train("kvpop", model, texts(3, 20), BUDGETS, out), "text 0 is no longer than"),
+    (
+        lambda model, out: kvpop.train("kvpop", model, texts(3, 20), BUDGETS, out),
+        "document 'text 0' has 20 tokens: nothing to learn from beside a budget that holds 26",
+    ),
     (
         lambda model, out: kvpop.train("kvpop", model, texts(), [kvkeep.Budget(2, 4, 9), kvkeep.Budget(2, 5, 9)], out),
         "share their window",

@@ -103,9 +103,12 @@ def equipped(contender: Contender, model: Any) -> Contender:
     """The contender, with the scorer shipped for the model where it is learned and was given none.
 
     Raises:
-        ValueError: if none is shipped.
+        ValueError: if none is shipped, or the one given was made for another model.
     """
-    if contender.scorer is not None or not policies.describe(contender.name).learned:
+    if contender.scorer is not None:
+        contender.scorer.require_fits(model.config, model_fingerprint(model))
+        return contender
+    if not policies.describe(contender.name).learned:
         return contender
     scorer = shipped(contender.name, model.config, model_fingerprint(model))
     if scorer is None:

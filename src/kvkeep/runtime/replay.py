@@ -19,11 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from kvkeep.policies.base import Geometry, Policy
+from kvkeep.policies.learned import Learned
 from kvkeep.runtime import attention
 from kvkeep.runtime.entry import EntryResidency
 from kvkeep.runtime.geometry import bounded_layers, layer_geometry, text_config
 from kvkeep.runtime.interval import IntervalResidency
 from kvkeep.runtime.residency import rows_by
+from kvkeep.scorers import model_fingerprint
 from kvkeep.slots import pad_front
 from kvkeep.sparse_attention import causal_attention, live_attention
 
@@ -78,9 +80,12 @@ def replay(
 
     Raises:
         ValueError: for a model without full-attention layers, one that does not hand keywords down to its attention,
-            padding other than on the left, a sequence of one token, or values that are not finite.
+            a scorer made for another model, padding other than on the left, a sequence of one token, or values that are
+            not finite.
         TypeError: for anything but a transformers model, a tensor of ids and a policy.
     """
+    if isinstance(policy, Learned) and isinstance(model, PreTrainedModel):
+        policy.scorer.require_fits(model.config, model_fingerprint(model))  # weights too: the cache sees a config only
     hidden, lifetimes = hidden_states(model, input_ids, policy, attention_mask, gradients, observe)
     with torch.set_grad_enabled(gradients):
         loss, entropy, logits = _score(model, hidden, input_ids, return_logits)

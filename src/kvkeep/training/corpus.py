@@ -39,8 +39,11 @@ def data_fingerprint(documents: Texts) -> str:
 
 def require_long_enough(documents: Texts, tokens: int) -> None:
     """Raise ValueError for fewer than two documents, or one that is no longer than the largest budget's ``tokens``."""
-    short = [document.name for document, ids in documents if ids.numel() <= tokens + 1]
-    if short or len(documents) < 2:
+    short = [(document.name, ids.numel()) for document, ids in documents if ids.numel() <= tokens + 1]
+    if short:
+        name, length = short[0]
         raise ValueError(
-            f"{short[0]} is no longer than the largest budget" if short else "training takes two documents or more"
+            f"document {name!r} has {length} tokens: nothing to learn from beside a budget that holds {tokens}"
         )
+    if len(documents) < 2:
+        raise ValueError(f"training takes two documents or more, not {len(documents)}")

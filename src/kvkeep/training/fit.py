@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 
 from kvkeep.budget import Budget
 from kvkeep.evaluation.statistics import Interval, bootstrap_ratio
-from kvkeep.lifetimes import chance_recall, recall
+from kvkeep.lifetimes import chance_recall, recall, running_topk, static_priority
 from kvkeep.scorers import Scorer
 from kvkeep.training import losses
 from kvkeep.training.decay import FittedDecay, LearnedDecay
@@ -129,6 +130,7 @@ class Fit(Loop):
             groups.append(Group(list(decay.parameters()), peak))
         self.label, self.base = {}, {}
         self.per_document: dict[str, list[float]] = {}
+        self.kept: dict[int, list[Tensor]] = {}  # layer -> keep rates [H] of held-out documents and budgets
         super().__init__(module, groups, schedule, folder, resume, seed, progress)
 
     def run(self) -> dict[str, Interval]:
@@ -257,9 +259,9 @@ class Fit(Loop):
     def evaluate(self) -> dict[str, float]:
         """Loss and recall against the undecayed teacher on the held-out shards, beside recall by chance.
 
-        Their means; what every document has to say is kept in ``per_document``.
+        Their means; what every document has to say is kept in ``per_document``, what every head does in ``kept``.
         """
-        self.per_document = {}
+        self.per_document, self.kept = {}, {}
         for shard in self.held_out:
             layers = [self._held_out(shard, shape.index) for shape in self.scorer.geometry]
             for name in layers[0]:
@@ -276,7 +278,23 @@ class Fit(Loop):
             found = [float(recall(target, score, budget).mean()) for budget in budgets]
             by_chance = [chance_recall(shard.length, budget) for budget in budgets]
             measured |= {"recall": sum(found) / len(found), "chance": sum(by_chance) / len(by_chance)}
+            priority = static_priority(score, self.log_gamma(layer), self.scorer.decay_step)
+            self.kept.setdefault(layer, []).extend(admitted(priority, budget)[0] for budget in budgets)
         return measured
+
+    def log_gamma(self, layer: int) -> Tensor:
+        """The decay per step as it is learned or fitted so far, ``[H]``, in units of the raw score; 0 where none is."""
+        if self.learned is not None:
+            return self.learned.log_gamma(layer)
+        if self.schedule.decay == "fitted":
+            return -self.fitted.rate[str(layer)]
+        return torch.zeros(self.scorer.layer(layer).shape.kv_heads)
+
+    def noted(self) -> dict[str, Any]:
+        """Of every layer and head: how many tokens stay when they leave the window, and the decay."""
+        rates = [torch.stack(each).mean(0).tolist() for _, each in sorted(self.kept.items())]
+        gammas = [self.log_gamma(shape.index).exp().tolist() for shape in self.scorer.geometry]
+        return {"keep_rate": rates, "gamma": gammas}
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -295,3 +313,19 @@ class Fit(Loop):
                 layer.log_gamma.copy_(self.learned.log_gamma(shape.index) / layer.score_std)
             if self.schedule.decay == "fitted":
                 layer.log_gamma.copy_(-self.fitted.rate[str(shape.index)] / layer.score_std)
+
+
+def admitted(priority: Tensor, budget: Budget) -> Tensor:
+    """Keep rate: the share of tokens that are not evicted when they leave the window, once the cache is full.
+
+    A rate near 1 means that only age decides, near 0 that nothing new is let in.
+
+    Args:
+        priority: ``[B, H, S]``, static.
+
+    Returns:
+        ``[B, H]``.
+    """
+    leaving = torch.arange(budget.rest - budget.window, priority.shape[-1] - budget.window, device=priority.device)
+    evicted_at = running_topk(priority, budget)[..., leaving]
+    return (evicted_at > leaving + budget.window).float().mean(-1)

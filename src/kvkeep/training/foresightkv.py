@@ -164,6 +164,8 @@ def train(
         "budgets": [asdict(budget) for budget in scorer.budgets],
         "seed": seed,
         "data": data_fingerprint(documents),
+        "model": scorers.model_fingerprint(model),
+        "dtype": str(model.dtype),
         "start": None if start is None else start.fingerprint(),
     }
     run = open_run(Path(out), jsonable(record), resume)

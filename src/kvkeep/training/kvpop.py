@@ -26,10 +26,11 @@ from kvkeep.budget import Budget
 from kvkeep.training.corpus import Texts, data_fingerprint, mixed, require_long_enough, trained_on
 from kvkeep.training.decay import FACTORS, GRID, calibrate_decay
 from kvkeep.training.fit import Fit, Schedule
-from kvkeep.training.harvest import harvest
+from kvkeep.training.harvest import STORAGE, TARGET_SOURCES, harvest
 from kvkeep.training.state import jsonable, open_run
 
 METHODS = ("kvpop", "kvpop_mlp")
+GROUPS = ("max", "mean_log", "log_mean")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,18 @@ class Recipe:
     decays: tuple[float, ...] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     storage: str = "float16"
+
+    def __post_init__(self) -> None:
+        if self.group not in GROUPS or self.target_source not in TARGET_SOURCES or self.storage not in STORAGE:
+            raise ValueError(
+                f"group is one of {', '.join(GROUPS)}, target_source of {', '.join(TARGET_SOURCES)} and storage of "
+                f"{', '.join(STORAGE)}, not {self.group!r}, {self.target_source!r} and {self.storage!r}"
+            )
+        if self.hidden < 1 or self.calibrate_on < 1 or not 0 <= self.held_out < 1:
+            raise ValueError(
+                f"hidden {self.hidden} and calibrate_on {self.calibrate_on} must be at least 1, held_out "
+                f"{self.held_out} in [0, 1)"
+            )
 
 
 PRESETS = {
@@ -124,6 +137,7 @@ def train(
     shards: str | Path | None = None,
     half: bool = False,
     start: scorers.Scorer | None = None,
+    reuse: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> scorers.Scorer:
     """Train a scorer and save it in ``out``.
@@ -141,11 +155,13 @@ def train(
         command: recorded in the model card.
         half: store weight matrices in float16, half the size.
         start: a trained ``kvpop_mlp`` scorer of the same width that ``kvpop`` starts from, its memory silent.
+        reuse: with ``resume``, a finished scorer of the same run in ``out`` is returned as it is.
         shards: where harvested documents live; several runs may share them. None = ``out/run/shards``.
         progress: called with (stage, done, total).
 
     Raises:
-        ValueError: for an unknown method, documents too short or too few, or an ``out`` that holds another run.
+        ValueError: for an unknown method, documents too short or too few, or an ``out`` that holds another
+            run or files of somebody else.
     """
     if method not in METHODS:
         raise ValueError(f"train takes {' or '.join(METHODS)}, not {method!r}")
@@ -155,7 +171,7 @@ def train(
     if len(windows) != 1:
         raise ValueError(f"the budgets of one scorer share their window, not {sorted(windows)}: labels depend on it")
     require_long_enough(documents, max(budget.rest for budget in scorer.budgets))
-    schedule, record = settings.schedule, _record(method, settings, scorer.budgets, seed, documents)
+    schedule, record = settings.schedule, _record(method, settings, scorer.budgets, seed, documents, model)
     if start is not None:
         start.require_fits(model.config, scorers.model_fingerprint(model))
         for shape in scorer.geometry:
@@ -164,6 +180,8 @@ def train(
         record["start"] = start.fingerprint()
     out = Path(out)
     run = open_run(out, record, resume)
+    if reuse and resume and (out / "config.json").exists():
+        return scorers.load_scorer(out)
     fingerprint, documents = data_fingerprint(documents), mixed(documents)
     folder = run / "shards" if shards is None else Path(shards)
     target = {"group": settings.group, "count_normalised": settings.count_normalised, "eps": settings.eps}
@@ -196,7 +214,8 @@ def train(
         base_fingerprint=scorers.model_fingerprint(model),
         data_fingerprint=fingerprint,
         metrics=metrics,
-        recipe=jsonable(asdict(settings)),
+        recipe=jsonable(asdict(replace(settings, schedule=schedule))),
+        start=record.get("start"),
         seed=seed,
         league="frozen backbone",
         steps=fit.step,
@@ -206,7 +225,7 @@ def train(
     return scorer
 
 
-def _record(method: str, settings: Recipe, budgets, seed: int, documents) -> dict[str, Any]:
+def _record(method: str, settings: Recipe, budgets, seed: int, documents, model) -> dict[str, Any]:
     return jsonable(
         {
             "method": method,
@@ -214,5 +233,7 @@ def _record(method: str, settings: Recipe, budgets, seed: int, documents) -> dic
             "budgets": [asdict(budget) for budget in budgets],
             "seed": seed,
             "data": data_fingerprint(documents),
+            "model": scorers.model_fingerprint(model),
+            "dtype": str(model.dtype),
         }
     )

@@ -99,6 +99,7 @@ class Loop:
             if last or self.step % self.schedule.evaluate_every == 0:
                 metrics = self.evaluate()
                 record |= {f"held_out_{name}": value for name, value in metrics.items()}
+                record |= self.noted()
                 if metrics:
                     goal = self.goal(metrics)
                     self.waited = 0 if goal < self.best else self.waited + 1
@@ -150,6 +151,10 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Held-out metrics; none where nothing is held out."""
         raise NotImplementedError
+
+    def noted(self) -> dict[str, Any]:
+        """What else the log says at a held-out evaluation; JSON-friendly."""
+        return {}
 
     def goal(self, metrics: dict[str, float]) -> float:
         """What an early stop watches, lower is better."""

@@ -84,20 +84,37 @@ def open_run(out: Path, record: dict[str, Any], resume: bool) -> Path:
         resume: go on with the run that is there, if there is one.
 
     Raises:
-        ValueError: where ``out`` holds a run and ``resume`` is False, or one with another record.
+        ValueError: where ``out`` holds a run and ``resume`` is False, or one with another record; where it is a file,
+            or holds files that are not of a run (a model, say), which would be written over; or cannot be written to.
     """
     run = out / "run"
     described = run / "run.json"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; it should be a folder")
+    if out.is_dir() and not described.exists():
+        foreign = sorted(path.name for path in out.iterdir() if path.is_file())
+        if foreign:
+            raise ValueError(f"{out} holds {foreign[0]}, which no training run put there: take another folder")
     if described.exists():
         if not resume:
             raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another folder")
-        if json.loads(described.read_text()) != record:
-            raise ValueError(f"{out} holds a run with other settings, budgets, seed or documents; it cannot be resumed")
-    run.mkdir(parents=True, exist_ok=True)
+        held = json.loads(described.read_text())
+        if held != record:
+            raise ValueError(f"{out} holds a run with another {_difference(held, record)}; it cannot be resumed")
     beside = described.with_suffix(".tmp")
-    beside.write_text(json.dumps(record, indent=1))
-    beside.rename(described)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(record, indent=1))
+        beside.rename(described)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written to: {error.strerror or error}") from error
     return run
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The names of what differs between two records, in words."""
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    return ", ".join(names)
 
 
 def jsonable(value: Any) -> Any:
