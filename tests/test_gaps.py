@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from kvkeep.evaluation.gaps import comparisons, gap_table, gaps, seeds_together
-from kvkeep.evaluation.report import markdown
+from kvkeep.evaluation.report import joined, main, markdown
 
 
 def row(policy, losses, kind="all", budget=128, scorer=None, seed=None, preset=None):
@@ -97,3 +97,44 @@ def test_markdown_has_a_table_per_budget_and_only_numbers_of_the_result():
     assert "| h2o | rule | 1.600 [1.000, 2.000] * | - | 1.250 | 0.50 |" in page
     assert "| kvpop_mlp | 128 | all | h2o | golden | 0.50 [" in page
     assert "| kvpop (best), mean of 2 seeds | kvpop_mlp | 128 | -0.1000 [" in page
+
+
+# ---- several results on one page
+
+
+def result(rows, **changed):
+    settings = {
+        "model_fingerprint": "m",
+        "dtype": "float32",
+        "length": 100,
+        "budgets": [128],
+        "documents": ["a", "b", "c"],
+    }
+    return {"rows": [row | {"full_loss": 1.0} for row in rows], "settings": settings | changed}
+
+
+def test_results_on_the_same_documents_are_joined():
+    together = joined([result(ROWS[:3]), result([ROWS[0], ROWS[3]]), result([ROWS[4]])])
+    assert [row["label"] for row in together["rows"]] == ["full", "streaming", "h2o", "kvpop_mlp", "golden"]
+    assert gaps(together["rows"]) == gaps(ROWS[:5])
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (result(ROWS, documents=["a", "b"]), "another documents cannot be joined"),
+        (result(ROWS, model_fingerprint="n"), "another model fingerprint cannot be joined"),
+        (result([]) | {"rows": [ROWS[3] | {"full_loss": 1.1}]}, "the full cache loses 1.1 nats"),
+    ],
+)
+def test_results_that_do_not_belong_together_are_refused(other, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        joined([result(ROWS), other])
+
+
+def test_the_page_of_nothing_is_an_error(capsys, tmp_path):
+    for arguments in ([], [str(tmp_path / "none.json")]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.startswith("error: this is no report: ")

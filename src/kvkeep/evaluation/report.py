@@ -1,4 +1,8 @@
-"""An evaluation as a page of Markdown: `python -m kvkeep.evaluation.report out.json > page.md`."""
+"""An evaluation as a page of Markdown: `python -m kvkeep.evaluation.report out.json [more.json ...] > page.md`.
+
+Several results are joined where they measured the same model on the same documents: what was added later, more rules or
+more seeds, then stands in one table with what was there.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +120,44 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return [line.replace("|  |", "| |") for line in lines]
 
 
+SAME = ("model_fingerprint", "dtype", "length", "budgets", "budget_at_rest", "documents")
+CLOSE = 1e-4  # of full-cache losses in nats: another machine rounds otherwise, another text is further away
+
+
+def joined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several evaluations of one model on the same documents as one.
+
+    A policy that several have keeps the row of the first.
+
+    Raises:
+        ValueError: naming what differs between them.
+    """
+    first = results[0]
+    rows = {(row["label"], row["budget"], row["kind"]): row for row in first["rows"]}
+    full = {key[1:]: row["full_loss"] for key, row in rows.items()}
+    for other in results[1:]:
+        for part in SAME:
+            if other["settings"].get(part) != first["settings"].get(part):
+                raise ValueError(f"results with another {part.replace('_', ' ')} cannot be joined")
+        for row in other["rows"]:
+            if abs(row["full_loss"] - full[row["budget"], row["kind"]]) > CLOSE:
+                raise ValueError(f"the full cache loses {row['full_loss']} nats in one result and another in the first")
+            rows.setdefault((row["label"], row["budget"], row["kind"]), row)
+    order = {key: place for place, key in enumerate(full)}  # budgets and kinds as the first has them
+    return dict(first) | {"rows": sorted(rows.values(), key=lambda row: order[row["budget"], row["kind"]])}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the page; exit code 2 where there is none."""
+    try:
+        if not arguments:
+            raise ValueError("give the JSON of one evaluation or more: out.json ...")
+        found = [json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments]
+        print(markdown(joined(found)), end="")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"error: this is no report: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("give the JSON of an evaluation: python -m kvkeep.evaluation.report out.json")
-    print(markdown(json.loads(Path(sys.argv[1]).read_text())), end="")
+    main(sys.argv[1:])
