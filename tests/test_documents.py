@@ -200,7 +200,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
         ("blank.md", b" \n\t\n", "is empty"),
         ("blank.jsonl", b"\n\n", "is empty"),
         ("table.csv", b"a,b", "ends with '.csv'"),
-        ("noending", b"a", "ends with 'nothing'"),
+        ("noending", b"a", r"has no ending; data files are \.txt, "),
+        ("missing", None, "there is no file"),
         ("latin.txt", "für".encode("latin-1"), "not UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl:2 is not JSON"),
         ("a.jsonl", b'{"text": "x"}\n\n[1]', r"a\.jsonl:3 is no object with exactly one"),
@@ -227,9 +228,11 @@ def test_files_that_cannot_be_used(tmp_path, name, content, words):
 
 
 def test_folders_are_refused(tmp_path):
-    for name in ("folder.txt", "folder.jsonl"):
+    for name in ("folder", "folder.csv", "folder.txt", "folder.jsonl"):
         (tmp_path / name).mkdir()
-        with pytest.raises(DocumentError, match="is a folder"):
+        with pytest.raises(
+            DocumentError, match=r"is a folder: name the files in it, \.txt, \.md, \.rst, \.py, \.jsonl$"
+        ):
             documents.read([tmp_path / name])
 
 

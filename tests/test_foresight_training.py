@@ -105,6 +105,17 @@ def test_traces_are_read_once(model, tmp_path, monkeypatch):
         harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec(), storage="int8")
 
 
+@pytest.mark.parametrize("size", [0, 20, -5])
+def test_a_damaged_trace_is_read_again(model, tmp_path, size):
+    first = harvest(model, texts(2), BUDGETS, tmp_path, FeatureSpec())
+    path = first[1].path
+    whole, stamps = path.read_bytes(), [trace.path.stat().st_mtime_ns for trace in first]
+    path.write_bytes(whole[:size])
+    assert harvest(model, texts(2), BUDGETS, tmp_path, FeatureSpec()) == first
+    assert path.read_bytes() == whole
+    assert [trace.path.stat().st_mtime_ns == stamp for trace, stamp in zip(first, stamps, strict=True)].count(True) == 3
+
+
 def test_overlap_and_tau():
     alpha = torch.tensor([0.4, 0.2, 0.2, 0.7])
     assert overlap(torch.tensor([3.0, 1, 2, 4]), alpha, 2) == 1

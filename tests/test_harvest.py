@@ -1,12 +1,17 @@
-"""What a frozen backbone says of a document, on disk: pairs, targets, ages, resumption, refusals."""
+"""What a frozen backbone says of a document, on disk: pairs, targets, ages, resumption, refusals; the decay picked."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvkeep
+from all_policies import random_scorer
 from kvkeep.attention_mass import future_attention
 from kvkeep.sparse_attention import live_attention, live_lse
+from kvkeep.training import decay
 from kvkeep.training.harvest import harvest
+from kvkeep.training.teacher import predictions
 from reference import masked_forward
 from test_training import BUDGETS, texts
 from tiny import tiny_model
@@ -62,6 +67,36 @@ def test_shards_are_read_once_and_never_half_written(model, tmp_path):
     assert other[0].path != first[0].path, "a shard of another window was taken for this one"
 
 
+def damage(path, how):
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "header": whole[:20], "tensors": whole[:-5], "other": b"x" * len(whole)}[how])
+    return whole
+
+
+@pytest.mark.parametrize("how", ["empty", "header", "tensors", "other"])
+def test_a_damaged_shard_is_read_again(model, tmp_path, how):
+    first = harvest(model, texts(2), 4, tmp_path, ages=True)
+    whole, other = damage(first[0].path, how), first[1].path.stat().st_mtime_ns
+    again = harvest(model, texts(2), 4, tmp_path, ages=True)
+    assert [shard.path for shard in again] == [shard.path for shard in first]
+    assert again[0].path.read_bytes() == whole
+    assert again[1].path.stat().st_mtime_ns == other
+    damage(first[0].path, how)
+    plain = harvest(model, texts(1), 4, tmp_path)[0]
+    assert torch.isfinite(plain.layer(0)[0]).all(), "a damaged shard with ages serves nobody"
+
+
+@pytest.mark.parametrize("how", ["empty", "tensors"])
+def test_damaged_predictions_of_a_teacher_are_read_again(model, tmp_path, how):
+    given = [ids for _, ids in texts(2)]
+    first = predictions(model, given, tmp_path, top=8)
+    whole, other = damage(first[0].path, how), first[1].path.stat().st_mtime_ns
+    assert predictions(model, given, tmp_path, top=8) == first
+    assert first[0].path.read_bytes() == whole
+    assert first[1].path.stat().st_mtime_ns == other
+    assert first[0].load().ids.shape == (1, 70, 8)
+
+
 def test_shards_with_ages_serve_those_who_need_none(model, tmp_path):
     with_ages = harvest(model, texts(2), 4, tmp_path / "both", ages=True)
     assert harvest(model, texts(2), 4, tmp_path / "both") == with_ages
@@ -87,3 +122,16 @@ def test_shards_give_some_tokens_as_they_give_all(model, tmp_path):
     assert mass.shape == (1, 2, 4, 3)
     assert last[2].tolist() == first[2].tolist()
     assert shard.length == 70
+
+
+@pytest.mark.parametrize(
+    ("fitted", "grid", "taken"),
+    [(True, decay.FACTORS, 1.0), (True, (3.0, 0.5, 2.0), 0.5), (False, (0.3, 0.0, 0.1), 0.0), (False, (0.3, 0.1), 0.1)],
+)
+def test_of_decays_that_lose_the_same_the_one_that_changes_least_is_taken(model, monkeypatch, fitted, grid, taken):
+    scorer = random_scorer("kvpop_mlp", model.config, BUDGETS, log_gamma=-0.1)
+    same = SimpleNamespace(token_loss=torch.ones(1, 69))
+    monkeypatch.setattr(decay, "replay", lambda model, ids, policy: same)
+    ratios = decay.calibrate_decay(model, scorer, texts(2), grid, fitted)
+    assert {ratio for found in ratios.values() for ratio in found.values()} == {1.0}
+    assert scorer.decay_factors == {16: taken, 26: taken}

@@ -22,6 +22,7 @@ from kvkeep.evaluation import generator
 KINDS = ("prose", "procedural", "code", "docs")
 SPLITS = ("eval", "train", "demo")
 KIND_OF_ENDING = {".txt": "text", ".md": "docs", ".rst": "docs", ".py": "code"}
+ENDINGS = (*KIND_OF_ENDING, ".jsonl")
 
 DATA = Path(__file__).with_name("data")
 LONG, SHORT = 2300, 1200  # tokens of the two sizes of bundled documents: enough for --length 2048 and 1024
@@ -101,17 +102,17 @@ def read(paths: Iterable[str | Path]) -> list[Document]:
         The documents in order, named by path, and by path and line in a ``.jsonl``.
 
     Raises:
-        DocumentError: a file is missing, empty, of another ending, not UTF-8, or a line is malformed.
+        DocumentError: a file is missing, a folder, empty, of another ending, not UTF-8, or a line is malformed.
     """
     documents: list[Document] = []
     for path in dict.fromkeys(map(Path, paths)):
+        if path.is_dir():
+            raise DocumentError(f"{path} is a folder: name the files in it, {', '.join(ENDINGS)}")
         documents += _read_lines(path) if path.suffix.lower() == ".jsonl" else [_read_text(path)]
     return documents
 
 
 def _contents(path: Path) -> str:
-    if path.is_dir():
-        raise DocumentError(f"{path} is a folder: name the files in it")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
@@ -127,8 +128,9 @@ def _contents(path: Path) -> str:
 
 def _read_text(path: Path) -> Document:
     kind = KIND_OF_ENDING.get(path.suffix.lower())
-    if kind is None:
-        raise DocumentError(f"{path} ends with {path.suffix or 'nothing'!r}; data files are .txt .md .py .rst .jsonl")
+    if kind is None and path.exists():
+        ending = f"ends with {path.suffix!r}" if path.suffix else "has no ending"
+        raise DocumentError(f"{path} {ending}; data files are {', '.join(ENDINGS)}")
     return Document(str(path), kind, text=_contents(path))
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 BOUNDED = "full_attention"  # the one type of layer whose cache would grow
+LARGEST_THETA = 1e12  # of a rotary embedding; models have 1e4 to 1e9
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,24 @@ class Layout:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Layout:
-        """The inverse of :meth:`to_json`."""
-        return cls(record["layers"], tuple(LayerShape(**shape) for shape in record["bounded"]), record["rotary"])
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: for what no model has, naming the field.
+        """
+        layers, bounded = record["layers"], tuple(LayerShape(**shape) for shape in record["bounded"])
+        indices = [shape.index for shape in bounded]
+        if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= layers:
+            raise ValueError(f"layout.bounded has the layers {indices} of layout.layers {layers}")
+        for shape in bounded:
+            sizes = shape.kv_heads, shape.query_heads, shape.head_dim
+            if min(sizes) < 1 or shape.query_heads % shape.kv_heads:
+                raise ValueError(
+                    f"layout.bounded has kv_heads, query_heads and head_dim {sizes} in layer {shape.index}: "
+                    "they are 1 or more, and query_heads a multiple of kv_heads"
+                )
+        _require_rotary(record["rotary"])
+        return cls(layers, bounded, record["rotary"])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -123,6 +140,14 @@ def _shape(index: int, config) -> LayerShape:
         query_heads=query_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
     )
+
+
+def _require_rotary(rotary: Mapping[str, Any]) -> None:
+    """Raise ValueError for what :func:`_rotary` gives of no model."""
+    kind, theta = rotary.get("rope_type"), rotary.get("rope_theta")
+    number = isinstance(theta, int | float) and not isinstance(theta, bool)
+    if rotary and not (isinstance(kind, str) and number and 0 < theta < LARGEST_THETA):
+        raise ValueError(f"layout.rotary has rope_type {kind!r} and rope_theta {theta!r}: a name and a number above 0")
 
 
 def _rotary(config) -> dict[str, Any]:

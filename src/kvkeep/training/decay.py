@@ -74,6 +74,8 @@ def calibrate_decay(
 ) -> dict[int, dict[float, float]]:
     """Set the scorer's decay to the one of least loss at each of the budgets it is trained for.
 
+    Of decays that lose the same the one that changes least is taken: a factor near 1, a decay near 0.
+
     Args:
         model: the backbone.
         scorer: fitted, its scores standardised; its decay is replaced.
@@ -116,5 +118,8 @@ def calibrate_decay(
     ratios = {
         budget.rest: {decay: loss / full[budget] for decay, loss in spent[budget].items()} for budget in scorer.budgets
     }
-    scorer.decay_factors = {rest: min(found, key=found.get) for rest, found in ratios.items()}
+    unchanged = 1.0 if fitted else 0.0
+    scorer.decay_factors = {
+        rest: min(found, key=lambda decay: (found[decay], abs(decay - unchanged))) for rest, found in ratios.items()
+    }
     return ratios

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -92,7 +92,7 @@ def harvest(
     ages: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Shard]:
-    """Shards of documents, those that exist already left as they are.
+    """Shards of documents; those that exist already are left as they are, damaged ones are read again.
 
     Args:
         model: the backbone.
@@ -128,13 +128,22 @@ def harvest(
         if progress is not None:
             progress("harvest", done, len(documents))
         plain, aged = (folder / f"{digest([*settings, *more], ids)}.safetensors" for more in ((), AGES))
-        shard = Shard(document.name, aged if ages or aged.exists() else plain)  # ages do no harm to who needs none
-        if not shard.path.exists():
+        shard = Shard(document.name, aged if ages or readable(aged) else plain)  # ages do no harm to who needs none
+        if not readable(shard.path):
             _write(shard, _read(model, ids, policy, window, target, target_source, STORAGE[storage], ages))
         shards.append(shard)
     if progress is not None:
         progress("harvest", len(documents), len(documents))
     return shards
+
+
+def readable(path: Path) -> bool:
+    """Whether a shard is there and whole, as far as its header and its length tell: cheap, no tensor is read."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def digest(settings: list, ids: Tensor) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -36,12 +36,17 @@ def load_state(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) 
     """Restore what :func:`save_state` wrote; returns its record.
 
     Raises:
-        ValueError: where the file belongs to another module.
+        ValueError: where the file is damaged or belongs to another module.
     """
     tensors: dict[str, Tensor] = {}
-    with safe_open(path, framework="pt") as saved:
-        record = json.loads(saved.metadata()["record"])
-        tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118, the handle is no mapping
+    try:
+        with safe_open(path, framework="pt") as saved:
+            record = json.loads(saved.metadata()["record"])
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118, the handle is no mapping
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged, so that the run cannot go on; delete it to begin again: {error}"
+        ) from error
     own = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
     try:
         module.load_state_dict(own)

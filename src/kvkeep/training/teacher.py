@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from kvkeep.policies.full import Full
 from kvkeep.runtime.replay import by_blocks, hidden_states
 from kvkeep.scorers import model_fingerprint
+from kvkeep.training.harvest import readable
 from kvkeep.training.losses import TopLogits, top_logits
 
 COMPUTE = {"own": None, "bfloat16": torch.bfloat16}
@@ -46,7 +47,7 @@ def predictions(
     compute: str = "own",
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Prediction]:
-    """The teacher's predictions of texts, those that exist already left as they are.
+    """The teacher's predictions of texts; those that exist already are left as they are, damaged ones are read again.
 
     Args:
         model: the teacher; it reads with the full cache.
@@ -69,7 +70,7 @@ def predictions(
             progress("teacher", done, len(texts))
         digest = hashlib.sha256(json.dumps([settings, ids.tolist()]).encode()).hexdigest()[:24]
         shard = Prediction(folder / f"teacher-{digest}.safetensors")
-        if not shard.path.exists():
+        if not readable(shard.path):
             _write(shard.path, _read(model, ids, top, compute))
         shards.append(shard)
     if progress is not None:

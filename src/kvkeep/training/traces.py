@@ -31,7 +31,7 @@ from kvkeep.runtime.replay import replay
 from kvkeep.scorers import Scorer, model_fingerprint
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.slots import gather_slots
-from kvkeep.training.harvest import STORAGE, digest
+from kvkeep.training.harvest import STORAGE, digest, readable
 from kvkeep.training.loop import Progress
 
 SPACING = "float16"  # of keys, values and sums on disk
@@ -187,7 +187,7 @@ def harvest(
     storage: str = SPACING,
     progress: Progress | None = None,
 ) -> list[Trace]:
-    """Traces of documents at budgets, those that exist already left as they are.
+    """Traces of documents at budgets; those that exist already are left as they are, damaged ones are read again.
 
     Args:
         model: the frozen backbone.
@@ -218,7 +218,7 @@ def harvest(
             progress("harvest", done, len(wanted))
         name = f"trace-{digest([*settings, json.dumps(vars(budget))], ids)}.safetensors"
         trace = Trace(document.name, folder / name, budget, kept)
-        if not trace.path.exists():
+        if not readable(trace.path):
             acting = None if student is None else ForesightKV(budget, student)
             _write(trace, _read(model, ids, Tracing(budget, kept, acting), STORAGE[storage]))
         traces.append(trace)
