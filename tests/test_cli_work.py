@@ -7,8 +7,10 @@ import sys
 
 import pytest
 import torch
+import typer.main
 
 import kvkeep
+from kvkeep.cli import app, train_flags
 from tiny import HANDED
 
 SMALL = ("--length", "100", "--budgets", "44,60", "--preset", "mini", "--steps", "4")
@@ -26,6 +28,8 @@ def test_train_makes_a_scorer_that_evaluate_and_generate_take(run, folder, texts
     assert "held-out loss" in said
     assert "by fitted decays times: 0.5 " in said
     assert f"{method} scorer for budgets 44, 60, from 3 documents" in said
+    size = sum(shard.stat().st_size for shard in (out / "run" / "shards").iterdir()) / 1e6
+    assert f"documents as read are in {out / 'run' / 'shards'} ({size:.1f} MB): needed for --resume only\n" in said
     scorer = kvkeep.load_scorer(out)
     assert [budget.slots + scorer.state_entries for budget in scorer.budgets] == [44, 60]
     assert scorer.metadata["command"].startswith(f"kvkeep train {method} --model {folder}")
@@ -91,13 +95,16 @@ def test_foresightkv_is_trained_and_goes_on_with_dagger(run, folder, texts, tmp_
 
 def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
     out = tmp_path / "scorer"
-    assert train(run, folder, texts, out)[0] == 0
-    before = kvkeep.load_scorer(out).fingerprint()
+    code, said, _ = train(run, folder, texts, out, "--shards", tmp_path / "shards")
+    assert code == 0
+    assert "documents as read" not in said, "they are where the user wants them"
+    before, card = kvkeep.load_scorer(out).fingerprint(), (out / "README.md").read_text()
     code, _, err = train(run, folder, texts, out)
     assert code == 2
     assert "give --resume" in err
-    assert train(run, folder, texts, out, "--resume")[0] == 0
+    assert train(run, folder, texts, out, "--shards", tmp_path / "shards", "--resume")[0] == 0
     assert kvkeep.load_scorer(out).fingerprint() == before
+    assert (out / "README.md").read_text() == card, "a run that was resumed is the same run"
     size = (out / "scorer.safetensors").stat().st_size
     assert train(run, folder, texts, out, "--resume", "--half")[0] == 0
     assert (out / "scorer.safetensors").stat().st_size < 0.7 * size
@@ -106,9 +113,121 @@ def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
     assert "cannot be resumed" in err
 
 
+def test_a_scorer_stops_early_and_is_the_best_one(run, folder, texts, tmp_path):
+    out = tmp_path / "scorer"
+    early = ("--steps", "40", "--evaluate-every", "1", "--patience", "2", "--lr", "3")
+    assert train(run, folder, texts, out, *early)[0] == 0
+    lines = [json.loads(line) for line in (out / "run" / "log.jsonl").read_text().splitlines()]
+    losses = [line["held_out_loss"] for line in lines]
+    assert [line["waited"] for line in lines[-2:]] == [1, 2]
+    assert len(lines) < 40
+    told = kvkeep.load_scorer(out).metadata
+    assert told["recipe"]["schedule"]["patience"] == 2
+    assert told["metrics"]["held_out"]["loss"]["value"] == min(losses) < losses[-1]
+
+
+@pytest.mark.skipif(not HANDED, reason="attention policies need a transformers that hands keywords down")
+def test_foresightkv_stops_early_too(run, folder, texts, tmp_path):
+    early = ("--steps", "40", "--evaluate-every", "1", "--patience", "1", "--lr", "1e-9", "--interval", "8")
+    code, _, err = train(run, folder, texts, tmp_path / "out", *early, method="foresightkv")
+    assert (code, err) == (0, "")
+    assert kvkeep.load_scorer(tmp_path / "out").metadata["steps"] == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+TRAIN = {parameter.name: parameter for parameter in typer.main.get_command(app).commands["train"].params}
+ALWAYS = (
+    "method out more model data count length budgets steps lr evaluate_every backbone resume dtype device seed help"
+)
+VALUES = {
+    "rank": "4",
+    "targets": "q_proj",
+    "kl": "tail",
+    "packing": "concat",
+    "compute": "own",
+    "scorer": "nowhere",
+    "stage": "dagger",
+    "inputs": "kv",
+    "interval": "8",
+    "rollout": "trace",
+    "group_size": "4",
+    "reward": "low",
+    "beta": "1",
+    "loss": "regression",
+    "shards": "nowhere",
+    "hidden": "8",
+    "decay": "off",
+    "group": "max",
+    "features": "1",
+    "start": "nowhere",
+    "preset": "mini",
+    "patience": "1",
+}
+SITUATIONS = {
+    ("kvpop",): "kvpop on a frozen backbone",
+    ("kvpop_mlp",): "kvpop_mlp on a frozen backbone",
+    ("foresightkv",): "the sft stage of foresightkv",
+    ("foresightkv", "--stage", "dagger"): "the dagger stage of foresightkv",
+    ("foresightkv", "--stage", "rl"): "the rl stage of foresightkv",
+    ("streaming", "--backbone", "full"): "streaming, a rule",
+    ("kvpop", "--backbone", "full"): "kvpop with --backbone full",
+    ("kvpop_mlp", "--backbone", "lora"): "kvpop_mlp with --backbone lora",
+    ("kvpop", "--backbone", "lora", "--scorer", "nowhere"): "kvpop with --scorer",
+}
+MEANT = {  # what does mean something, of all that stands in a rule
+    "kvpop on a frozen backbone": "preset hidden loss decay group delay features start patience shards half",
+    "kvpop_mlp on a frozen backbone": "preset hidden loss decay group patience shards half",
+    "the sft stage of foresightkv": "preset hidden loss stage inputs interval at_rest patience shards half start",
+    "the dagger stage of foresightkv": "preset loss stage interval at_rest patience shards half start",
+    "the rl stage of foresightkv": "preset stage interval at_rest rollout group_size reward beta patience half start",
+    "streaming, a rule": "kl packing checkpointing compute shards",
+    "kvpop with --backbone full": "kl packing checkpointing compute scorer train_scorer preset hidden loss decay group "
+    "delay features patience shards half",
+    "kvpop_mlp with --backbone lora": "rank targets kl packing checkpointing compute scorer train_scorer preset hidden "
+    "loss decay group patience shards half",
+    "kvpop with --scorer": "rank targets kl packing checkpointing compute scorer train_scorer shards half",
+}
+
+
+def test_every_flag_stands_in_a_rule_or_means_something_always():
+    ruled = {name for rule in train_flags.RULES for name in rule.names.split()}
+    assert ruled | set(ALWAYS.split()) == TRAIN.keys() | {"help"}
+    assert not ruled & set(ALWAYS.split())
+
+
+@pytest.mark.parametrize("arguments", SITUATIONS, ids=" ".join)
+def test_a_flag_that_would_change_nothing_is_refused(run, no_model, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    where = SITUATIONS[arguments]
+    refused = set()
+    for name in {name for rule in train_flags.RULES for name in rule.names.split()}:
+        option = TRAIN[name]
+        for flag in (*option.opts, *option.secondary_opts):
+            if name == "scorer" and flag in arguments:
+                continue
+            value = () if option.is_flag else (VALUES[name],)
+            code, _, err = run("train", *arguments, "--out", "x", flag, *value)
+            if "it means nothing for" in err and "stage" not in name:
+                assert err.startswith(f"kvkeep: {flag} is for ")
+                assert err.endswith(f"; it means nothing for {where}\n")
+                assert (code, err.count("\n")) == (2, 1)
+                refused.add(name)
+            elif "is for foresightkv" in err:  # its --stage changes what is asked for
+                refused.add(name)
+    everything = {name for rule in train_flags.RULES for name in rule.names.split()}
+    assert refused == everything - set(MEANT[where].split())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("train", "kvpop", "--out", "x", "--lr", "nan"), "--lr must be a finite number above 0, not nan"),
+        (("train", "foresightkv", "--out", "x", "--lr", "inf"), "--lr must be a finite number above 0, not inf"),
+        (("train", "kvpop", "--out", "x", "--backbone", "full", "--lr", "0"), "--lr must be a finite number above 0"),
+        (("train", "kvpop", "--out", "x", "--patience", "-1"), "--patience"),
         (("train", "h2o", "--out", "x"), "kvpop_mlp or foresightkv, not 'h2o'"),
         (("train", "kvpop", "--out", "x", "--preset", "bset"), "unknown preset 'bset'"),
         (("train", "kvpop", "--out", "x", "--loss", "hinge"), "not 'hinge'"),
@@ -124,7 +243,7 @@ def test_train_goes_on_only_when_told_to(run, folder, texts, tmp_path):
         (("train", "foresightkv", "--out", "x", "--stage", "rl", "--reward", "high5", "--start", "y"), "not 'high5'"),
         (("train", "foresightkv", "--out", "x", "--stage", "rl", "--hidden", "8", "--start", "y"), "--hidden is for"),
         (("train", "foresightkv", "--out", "x", "--stage", "rl", "--loss", "ranking", "--start", "y"), "--loss is for"),
-        (("train", "foresightkv", "--out", "x", "--delay"), "--delay is not for foresightkv"),
+        (("train", "foresightkv", "--out", "x", "--delay"), "--delay is for the memory of kvpop"),
         (("train", "foresightkv", "--out", "x", "--backbone", "lora"), "on a frozen backbone"),
         (("train", "foresightkv", "--out", "x", "--stage", "dagger"), "--stage dagger needs --start DIR"),
         (("train", "foresightkv", "--out", "x", "--start", "y"), "--stage sft starts from nothing"),
@@ -152,7 +271,7 @@ def test_train_refuses_documents_that_do_not_fill_a_budget(run, folder, texts, t
     arguments = ("--model", folder, "--out", out, "--length", "60", "--budgets", "60", "--data", *texts)
     code, _, err = run("train", "kvpop_mlp", *arguments)
     assert code == 2
-    assert "no longer than the largest budget" in err
+    assert "nothing to learn from beside a budget that holds 60" in err
     assert not out.exists()
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 import kvkeep
 from kvkeep.policies.full import Full
@@ -131,11 +133,18 @@ def test_tuning_lowers_the_divergence(model, tmp_path, method, backbone):
     assert log[-1] == {"step": 32} | record["metrics"]
     assert log[0]["held_out_kl"] == record["metrics"]["held_out_kl_before"] != record["metrics"]["held_out_kl"]
     assert {"kl", "tokens", "tokens_per_second", "backbone_gradient_norm", "backbone_lr", "budget"} <= set(log[0])
-    assert {line["budget"] for line in log[:2]} == {16, 26}
+    memory = record["state_entries"]
+    assert (memory > 0) == (method == "kvpop")
+    assert {line["budget"] for line in log[:2]} == {16 + memory, 26 + memory}
     assert [line["step"] for line in log if "held_out_kl" in line] == [0, 10, 20, 30, 32]
     rate = log[0]["keep_rate"]
     assert 0 <= rate["lowest_head"] <= rate["mean"] <= rate["highest_head"] <= 1
     assert (rate["mean"] == 1) == (method == "streaming")
+    assert [len(heads) for heads in rate["layers"].values()] == [2, 2]
+    heads = [each for heads in rate["layers"].values() for each in heads]
+    assert (min(heads), max(heads)) == (rate["lowest_head"], rate["highest_head"])
+    assert sum(heads) / 4 == pytest.approx(rate["mean"], abs=1e-4)
+    assert "gamma" not in log[0]
     assert json.loads((tmp_path / "tune.json").read_text()) == record
     assert (tmp_path / "scorer").exists() == (method in ("kvpop", "kvpop_mlp"))
 
@@ -152,6 +161,18 @@ def test_scorer_learns_along_when_told_to(model, tmp_path):
     assert {"score_loss", "scorer_lr", "scorer_gradient_norm"} <= set(log[0])
     assert log[5]["scorer_lr"] != log[0]["scorer_lr"]
     assert log[5]["backbone_lr"] == log[0]["backbone_lr"]
+    assert log[0]["gamma"] == {"0": 1.0, "1": 1.0}, "a fresh scorer forgets nothing"
+
+
+def test_log_tells_how_a_scorer_that_learns_forgets(model, tmp_path):
+    given = arguments(model)
+    given["scorer"].set_decay({0: torch.tensor([-0.1, -0.3]), 1: 0.0})
+    given["scorer"].decay_factors = {16: 2.0, 26: 1.0}
+    tune(model, out=tmp_path, settings=small(train_scorer=True, steps=2), **given)
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    means = {rest: sum(math.exp(factor * rate) for rate in (-0.1, -0.3)) / 2 for rest, factor in ((16, 2), (26, 1))}
+    for line in log[:2]:
+        assert line["gamma"] == {"0": pytest.approx(means[line["budget"]], abs=1e-4), "1": 1.0}
 
 
 def test_bfloat16_compute_keeps_scores_and_losses_in_float32(model, tmp_path, monkeypatch):
@@ -218,6 +239,10 @@ def test_a_saved_student_predicts_what_it_learned(folder, folder_model, tmp_path
         scorer = kvkeep.load_scorer(tmp_path / "scorer")
         scorer.require_fits(loaded.config, model_fingerprint(loaded))
         assert scorer.metadata["league"] == f"tuned backbone ({backbone})"
+        tuned = scorer.metadata["tuned"]
+        assert tuned["scorer_trained_on"] == "the untuned backbone"
+        assert tuned["base_fingerprint"] == record["base_fingerprint"]
+        assert tuned["scorer"] == record["scorer"] == given["scorer"].fingerprint()
     (held_out,) = [ids for index, (_, ids) in enumerate(texts(5)) if index == 2]
     teacher = kvkeep.replay(models.load(str(folder))[0], held_out[None], Full(), return_logits=True).logits
     teacher = kvkeep.training.losses.top_logits(teacher, 256)
@@ -283,7 +308,13 @@ MISTAKES = [
     ({"budgets": []}, {}, "one budget or more"),
     ({"documents": texts(1)}, {}, "two rows of tokens or more"),
     ({"documents": texts(3, 20)}, {}, "no text is longer than the budget of 26 tokens"),
-    ({}, {"targets": ("nope",)}, "not found in the base model"),
+    (
+        {},
+        {"targets": ("nope", "q_proj", "key")},
+        "targets nope, key match no linear layer of LlamaForCausalLM, which has",
+    ),
+    ({}, {"targets": ("embed_tokens",)}, "targets embed_tokens match no linear layer"),
+    ({"scorer": "of another model"}, {}, "this kvpop_mlp scorer does not fit the model: trained on weights with"),
     ({}, {"packing": "concat"}, "packing 'concat' needs the length of a row"),
     ({}, {"packing": "tight"}, "packing is one of cut, concat, reset, not 'tight'"),
 ]
@@ -291,6 +322,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("call", "changes", "sentence"), MISTAKES, ids=[sentence for *_, sentence in MISTAKES])
 def test_mistakes_are_one_sentence_and_write_nothing(model, tmp_path, call, changes, sentence):
+    if call.get("scorer") == "of another model":
+        call = {"scorer": scorer_for(model, "kvpop_mlp")}
+        call["scorer"].metadata["base_fingerprint"] = model_fingerprint(tiny_model(seed=1))
     with pytest.raises(ValueError, match=sentence) as error:
         tune(model, out=tmp_path / "out", settings=small(**changes), **arguments(model) | call)
     assert "\n" not in str(error.value)
@@ -304,11 +338,35 @@ def test_mistakes_are_one_sentence_and_write_nothing(model, tmp_path, call, chan
         ({"kl": "reverse"}, "kl is one of"),
         ({"compute": "int8"}, "compute is one of"),
         ({"steps": 0}, "steps must be at least 1, not 0"),
+        ({"lr": float("nan")}, "lr must be a finite number above 0, not nan"),
+        ({"scorer_lr": 0.0}, "scorer_lr must be a finite number above 0, not 0.0"),
+        ({"targets": ()}, "targets must name at least one linear layer"),
     ],
 )
 def test_settings_that_do_not_exist(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         small(**changes)
+
+
+def test_targets_are_names_of_linear_layers_as_peft_reads_them(model):
+    weights = copy.deepcopy(model.state_dict())
+    student = LoraStudent(model, rank=2, targets=("self_attn.q_proj", "layers.1.mlp.up_proj"))
+    assert len(student.names) == 2 * (2 + 1)
+    student.release()
+    with pytest.raises(ValueError, match="targets proj match no linear layer"):
+        LoraStudent(model, targets=("proj",))
+    assert list(model.state_dict()) == list(weights)
+
+
+def test_a_fused_layer_is_not_left_out_silently():
+    """Phi-3 has no q_proj: of the usual targets only o_proj would have got an adapter."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Phi3ForCausalLM(Phi3Config(vocab_size=61, pad_token_id=0, **sizes))
+    layers = "o_proj, qkv_proj, gate_up_proj, down_proj, lm_head"
+    sentence = f"targets q_proj, k_proj, v_proj match no linear layer of Phi3ForCausalLM, which has {layers}"
+    with pytest.raises(ValueError, match=sentence):
+        LoraStudent(model)
+    assert LoraStudent(model, targets=("qkv_proj", "o_proj")).names
 
 
 def test_missing_peft_is_one_sentence(model, folder, tmp_path, monkeypatch, run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -143,6 +143,11 @@ def numbers(text: str, flag: str) -> list[int]:
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(f"{flag} takes numbers like 128,256, not {text!r}")
     return list(dict.fromkeys(map(int, parts)))
+
+
+def interval_over(count: int, ends: Sequence[float], form: str) -> str:
+    """`` [low, high]`` in a format like ``.3f``; nothing where fewer than two documents say anything of a spread."""
+    return f" [{format(ends[0], form)}, {format(ends[1], form)}]" if count > 1 else ""
 
 
 def names(text: str) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,6 @@ import typer
 
 import kvkeep
 from kvkeep import scorers
-from kvkeep.budget import Budget
 from kvkeep.cli import common
 from kvkeep.evaluation.contenders import split_budget
 from kvkeep.scorers.features import FeatureSpec
@@ -43,71 +43,46 @@ BetaFlag = Annotated[float | None, typer.Option("--beta", help="Of rl: weight of
 InputsFlag = Annotated[
     Inputs | None, typer.Option("--inputs", help="What a foresightkv scorer reads; the preset's by default.")
 ]
-ONLY_HERE = "is for foresightkv, which decides every interval"
 
 
-NOT_HERE = ("decay", "group", "delay", "features", "scorer", "packing", "train_scorer", "checkpointing")
-
-
-def require_its_own(context: typer.Context, frozen: bool) -> None:
-    """Raise ValueError for a flag of ``train`` that means something for KVpop or a tuned backbone only."""
-    if not frozen:
-        raise ValueError("foresightkv is trained on a frozen backbone: leave --backbone out")
-    for name in NOT_HERE:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ValueError(f"--{name.replace('_', '-')} is not for foresightkv")
-
-
-def settings(
+def job(
+    bounds: Sequence[int],
+    interval: int | None,
+    at_rest: bool,
     preset: str,
     steps: int | None,
-    stage: Stage | None,
+    stage: str,
+    start: Path | None,
     inputs: Inputs | None,
-    hidden: int | None,
-    loss: str | None,
-    lr: float | None,
-    reinforced: dict[str, Any],
-) -> foresightkv.Recipe:
-    """The recipe of the flags.
+    fitted: dict[str, Any],
+) -> Callable[..., None]:
+    """What to do with a model, documents and a place for the result.
 
     Args:
-        reinforced: flags of the stage "rl" alone, flag -> (field of its schedule, value).
+        bounds, interval, at_rest: what ``--budgets`` means, split as `kvkeep evaluate` does.
+        preset, steps, stage, start, inputs: of the flags of these names.
+        fitted: fields of the recipe, None where a flag was not given.
 
     Raises:
-        ValueError: for an unknown preset, a value that a recipe does not take, or a flag of another stage.
+        ValueError: for an unknown preset, a value that a recipe does not take, or a stage without its scorer.
     """
-    name = "sft" if stage is None else stage.value
-    given = {flag: value for flag, (_, value) in reinforced.items() if value is not None}
-    if name != "rl" and given:
-        raise ValueError(f"{min(given)} is for --stage rl")
-    own = dict(reinforced.values()) if name == "rl" else {"loss": loss}
-    if name == "rl" and loss is not None:
-        raise ValueError("--loss is for the stages before rl, which has a --reward")
-    if name != "sft":
-        for flag, value in {"--inputs": inputs, "--hidden": hidden}.items():
-            if value is not None:
-                raise ValueError(f"{flag} is for --stage sft: a later stage keeps what the scorer of --start has")
     features = None if inputs is None else INPUTS[inputs.value]
-    return foresightkv.recipe(preset, steps, name, features=features, hidden=hidden, lr=lr, **own)
+    settings = foresightkv.recipe(preset, steps, stage, features=features, **fitted)
+    begun = start_from(stage, start)
+    budgets = [split_budget(foresightkv.METHOD, bound, at_rest, {"interval": interval}) for bound in bounds]
+    return partial(run, budgets=budgets, settings=settings, stage=stage, start=begun)
 
 
-def start_from(stage: Stage | None, folder: Path | None) -> tuple[str, scorers.Scorer | None]:
-    """The stage and the scorer it goes on from.
+def start_from(stage: str, folder: Path | None) -> scorers.Scorer | None:
+    """The scorer that a stage goes on from.
 
     Raises:
         ValueError: for a stage without its scorer, or a scorer without such a stage.
     """
-    name = "sft" if stage is None else stage.value
-    if (folder is None) != (name == "sft"):
+    if (folder is None) != (stage == "sft"):
         needs = "needs --start DIR, the scorer to go on from" if folder is None else "starts from nothing: no --start"
-        raise ValueError(f"--stage {name} {needs}")
-    return name, None if folder is None else kvkeep.load_scorer(folder)
-
-
-def split(bounds: Sequence[int], interval: int | None, at_rest: bool) -> list[Budget]:
-    """What ``--budgets`` means, as `kvkeep evaluate` splits it."""
-    return [split_budget(foresightkv.METHOD, bound, at_rest, {"interval": interval}) for bound in bounds]
+        raise ValueError(f"--stage {stage} {needs}")
+    return None if folder is None else kvkeep.load_scorer(folder)
 
 
 def run(language_model: Any, packed: Sequence[Any], out: Path, **options: Any) -> None:
@@ -119,13 +94,13 @@ def run(language_model: Any, packed: Sequence[Any], out: Path, **options: Any) -
         for where, prefix in (("the traces trained on", "train_"), ("held-out traces", "")):
             if f"{prefix}reward_gain" in found:
                 gain = found[f"{prefix}reward_gain"]
-                low_high = "[{:+.5f}, {:+.5f}]".format(*gain["interval"])
-                typer.echo(f"reward on {where} {gain['value']:+.5f} {low_high} over the scorer it began as")
+                low_high = common.interval_over(found[f"{prefix}traces"], gain["interval"], "+.5f")
+                typer.echo(f"reward on {where} {gain['value']:+.5f}{low_high} over the scorer it began as")
     if "overlap" in found:
         value = {name: found[name]["value"] for name in ("overlap", "chance", "tau")}
-        low_high = "[{:.3f}, {:.3f}]".format(*found["overlap"]["interval"])
+        low_high = common.interval_over(found["traces"], found["overlap"]["interval"], ".3f")
         typer.echo(
-            f"held-out overlap with golden {value['overlap']:.3f} {low_high} (by chance {value['chance']:.2f}), "
+            f"held-out overlap with golden {value['overlap']:.3f}{low_high} (by chance {value['chance']:.2f}), "
             f"tau {value['tau']:.3f} over {found['traces']} traces"
         )
     budgets = ", ".join(f"{budget.slots} ({budget.rest} at rest)" for budget in scorer.budgets)

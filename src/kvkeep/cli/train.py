@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvkeep import scorers
-from kvkeep.cli import common, foresight, tune
+from kvkeep.cli import common, foresight, train_flags, tune
 from kvkeep.cli.evaluate import DataFlag
 from kvkeep.evaluation import documents
 from kvkeep.training import foresightkv, kvpop
@@ -20,6 +22,13 @@ OutFlag = Annotated[Path, typer.Option("--out", metavar="DIR", help="The checkpo
 CountFlag = Annotated[int | None, typer.Option("--documents", min=2, help="At most so many, of all kinds in turn.")]
 PresetFlag = Annotated[str, typer.Option("--preset", help=f"{', '.join(kvpop.PRESETS)}.")]
 StepsFlag = Annotated[int | None, typer.Option("--steps", min=1, help="Of a tuned backbone (100), or of the scorer.")]
+PatienceFlag = Annotated[
+    int | None,
+    typer.Option("--patience", min=0, help="Evaluations without improvement that end a scorer's run; 0: never."),
+]
+EvaluateFlag = Annotated[
+    int | None, typer.Option("--evaluate-every", min=1, help="Steps between two held-out evaluations.")
+]
 ShardsFlag = Annotated[
     Path | None, typer.Option("--shards", metavar="DIR", help="Where read documents are kept, to share between runs.")
 ]
@@ -37,6 +46,8 @@ def run(
     budgets: Annotated[str, typer.Option("--budgets", help="Tokens per KV head, like 128,256.")] = "128,256",
     preset: PresetFlag = "best",
     steps: StepsFlag = None,
+    patience: PatienceFlag = None,
+    evaluate_every: EvaluateFlag = None,
     hidden: Annotated[int | None, typer.Option("--hidden", min=1, help="Width of the scoring network.")] = None,
     loss: Annotated[
         str | None,
@@ -87,67 +98,71 @@ def run(
     """
     if method not in METHODS:
         raise ValueError(f"train takes {', '.join(METHODS[:-1])} or {METHODS[-1]}, not {method!r}")
-    frozen, foreseeing = backbone == tune.Backbone.frozen, method == foresightkv.METHOD
+    asked = train_flags.Asked(method, backbone.value, scorer is not None, "sft" if stage is None else stage.value)
+    train_flags.require_meant(context, asked)
+    train_flags.require_rate(lr)
     bounds = common.numbers(budgets, "--budgets")
-    shared = {"seed": seed, "resume": resume, "base_model": model, "command": context.obj, "shards": shards}
-    reinforced = {
-        "--rollout": ("rollout", rollout),
-        "--group-size": ("group", group_size),
-        "--reward": ("variant", reward),
-        "--beta": ("beta", beta),
-    }
-    tuning = trained = begun = None
-    if foreseeing:
-        foresight.require_its_own(context, frozen)
-        recipe = foresight.settings(preset, steps, stage, inputs, hidden, loss, lr, reinforced)
-        name, begun = foresight.start_from(stage, start)
-        split = foresight.split(bounds, interval, at_rest)
+    timing = {"evaluate_every": evaluate_every}
+    fitted = {"hidden": hidden, "loss": loss, "patience": patience} | timing
+    if asked.foresees:
+        fitted |= {"lr": lr, "rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
+        job = foresight.job(bounds, interval, at_rest, preset, steps, asked.stage, start, inputs, fitted)
     else:
-        own = {"--stage": stage, "--inputs": inputs, "--interval": interval}
-        own |= {flag: value for flag, (_, value) in reinforced.items()}
-        for flag, given in own.items():
-            if given is not None:
-                raise ValueError(f"{flag} {foresight.ONLY_HERE}")
-        if at_rest:
-            raise ValueError(f"--budget-at-rest {foresight.ONLY_HERE}")
-        recipe = kvpop.recipe(
-            preset,
-            steps if frozen else None,
-            hidden=hidden,
-            loss=loss,
-            decay=decay,
-            group=group,
-            lr=lr if frozen else None,
-            options=(({} if delay else {"delay": False}) | ({} if features is None else {"features": features}))
-            or None,
-        )
-        given = {"lr": lr, "rank": rank, "kl": kl, "checkpointing": checkpointing, "compute": compute, "length": length}
-        tuning = tune.settings(method, backbone, scorer, steps, targets, packing, train_scorer, **given)
-        trained = tune.loaded_scorer(method, scorer, bounds)
-        if start is not None and (method != "kvpop" or not frozen):
-            raise ValueError("--start is for kvpop on a frozen backbone")
-        begun = None if start is None else scorers.load_scorer(start)
+        fitted |= {"decay": decay, "group": group, "options": _memory(delay, features)}
+        if asked.tuned:
+            chosen = {"kl": kl, "packing": packing.value, "checkpointing": checkpointing, "compute": compute}
+            chosen |= {"rank": rank, "targets": tuple(common.names(targets)), "train_scorer": train_scorer}
+            chosen |= {"backbone": asked.backbone, "length": length, "steps": steps, "lr": lr} | timing
+            job = tune.job(method, bounds, scorer, kvpop.recipe(preset, **fitted), chosen)
+        else:
+            begun = None if start is None else scorers.load_scorer(start)
+            job = partial(fit, method, bounds, kvpop.recipe(preset, steps, lr=lr, **fitted), begun)
     files = [*(data or []), *(more or [])]
     texts = documents.read(files) if files else documents.bundled(split="train")
     language_model, tokenizer = common.load(model, dtype, device)
-    if method in kvpop.METHODS and trained is None:
+    if method in kvpop.METHODS and scorer is None:
         scorers.new(method, language_model.config, bounds)  # complains about budgets before anything slow
-    whole = tuning is not None and tuning.packing != "cut"
+    whole = asked.tuned and packing != tune.Packing.cut
     packed = tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length)
-    packed = documents.in_turn(packed, count)
-    if foreseeing:
-        foresight.run(
-            language_model, packed, out, budgets=split, settings=recipe, stage=name, start=begun, half=half, **shared
-        )
-        return
-    if tuning is not None:
-        tune.run(method, language_model, tokenizer, packed, bounds, out, tuning, trained, recipe, **shared)
-        return
+    options = {"seed": seed, "resume": resume, "base_model": model, "shards": shards, "half": half}
+    options |= {"command": train_flags.recorded(context.obj)} | ({"tokenizer": tokenizer} if asked.tuned else {})
+    job(language_model, documents.in_turn(packed, count), out, **options)
+    tell_what_stays(out)
+
+
+def _memory(delay: bool, features: int | None) -> dict[str, Any] | None:
+    """Options of kvpop's memory that are not its defaults; None where all are."""
+    return (({} if delay else {"delay": False}) | ({} if features is None else {"features": features})) or None
+
+
+def fit(
+    method: str,
+    bounds: Sequence[int],
+    recipe: kvpop.Recipe,
+    start: scorers.Scorer | None,
+    language_model: Any,
+    packed: Sequence[Any],
+    out: Path,
+    **options: Any,
+) -> None:
+    """Train a scorer on a frozen backbone and say what was learned."""
     with common.progress_bar() as progress:
         made = kvpop.train(
-            method, language_model, packed, bounds, out, recipe, half=half, start=begun, progress=progress, **shared
+            method, language_model, packed, bounds, out, recipe, start=start, progress=progress, **options
         )
     report(made, len(packed), out)
+
+
+def tell_what_stays(out: Path) -> None:
+    """Where the documents as read are, if they are in the run's own folders, and how much room they take."""
+    folders = [
+        folder for folder in (out / "run" / "shards", tune.scorer_folder(out) / "run" / "shards") if folder.exists()
+    ]
+    size = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+    if size:
+        shown = f"{size / 1e6:.1f} MB" if size < 1e8 else f"{size / 1e9:.1f} GB"
+        where = " and ".join(map(str, folders))
+        typer.echo(f"documents as read are in {where} ({shown}): needed for --resume only")
 
 
 def report(scorer: scorers.Scorer, count: int, out: Path) -> None:
@@ -156,9 +171,9 @@ def report(scorer: scorers.Scorer, count: int, out: Path) -> None:
     held_out = metrics["held_out"]
     if "loss" in held_out:
         value = {name: held_out[name]["value"] for name in ("loss", "recall", "chance") if name in held_out}
-        low_high = "[{:.4f}, {:.4f}]".format(*held_out["loss"]["interval"])
+        low_high = common.interval_over(held_out["documents"], held_out["loss"]["interval"], ".4f")
         recall = f", recall {value['recall']:.2f} (by chance {value['chance']:.2f})" if "recall" in value else ""
-        typer.echo(f"held-out loss {value['loss']:.4f} {low_high}{recall} over {held_out['documents']} documents")
+        typer.echo(f"held-out loss {value['loss']:.4f}{low_high}{recall} over {held_out['documents']} documents")
     fitted = scorer.metadata["recipe"]["schedule"]["decay"] == "fitted"
     what = "fitted decays times" if fitted else f"decay per {scorer.decay_step} tokens"
     for held, ratios in metrics.get("calibration", {}).items():

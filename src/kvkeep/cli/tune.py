@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,13 +12,14 @@ import torch
 import typer
 
 import kvkeep
+from kvkeep import scorers
 from kvkeep.cli import common
 from kvkeep.evaluation import documents
 from kvkeep.runtime import models
 from kvkeep.training import kvpop
 from kvkeep.training.rows import PACKINGS, pack_rows
 from kvkeep.training.student import require_peft
-from kvkeep.training.tune import Settings, tunable, tune
+from kvkeep.training.tune import Settings, prepare, tunable, tune
 
 METHODS = ("streaming", *kvpop.METHODS)
 
@@ -36,9 +38,7 @@ BackboneFlag = Annotated[Backbone, typer.Option("--backbone", help="frozen, lora
 ScorerFlag = Annotated[
     Path | None, typer.Option("--scorer", metavar="DIR", help="To tune the backbone under; else one is trained first.")
 ]
-RateFlag = Annotated[
-    float | None, typer.Option("--lr", min=0.0, help="Peak: 1e-3 for lora, 8e-5 for full, 3e-3 for a scorer.")
-]
+RateFlag = Annotated[float | None, typer.Option("--lr", help="Peak: 1e-3 for lora, 8e-5 for full, 3e-3 for a scorer.")]
 RankFlag = Annotated[int, typer.Option("--rank", min=1, help="Of the adapters.")]
 TargetsFlag = Annotated[str, typer.Option("--targets", help="Linear layers that get adapters, like q_proj,v_proj.")]
 KLFlag = Annotated[
@@ -57,90 +57,85 @@ ComputeFlag = Annotated[str, typer.Option("--compute", help="bfloat16: matrix pr
 AlongFlag = Annotated[bool, typer.Option("--train-scorer", help="The scorer learns along with the backbone.")]
 
 
-def settings(
-    method: str,
-    backbone: Backbone,
-    scorer: Path | None,
-    steps: int | None,
-    targets: str,
-    packing: str,
-    train_scorer: bool,
-    **given: Any,
-) -> Settings | None:
-    """The settings of the flags; None where the backbone stays frozen.
+def job(
+    method: str, bounds: Sequence[int], scorer: Path | None, recipe: kvpop.Recipe, chosen: dict[str, Any]
+) -> Callable[..., None]:
+    """What to do with a model, documents, a place for the result and a tokenizer.
+
+    Args:
+        method, bounds: the policy, and what ``--budgets`` says.
+        scorer: the folder of --scorer.
+        recipe: of the scorer that is trained first where the method needs one and none is given.
+        chosen: fields of :class:`~kvkeep.training.tune.Settings`, None where a flag was not given.
 
     Raises:
-        ValueError: for flags that do not go together, before anything is loaded.
+        ValueError: for flags that do not go together, a scorer of another method, or budgets that cannot be split,
+            before anything is loaded.
     """
-    if backbone == Backbone.frozen:
-        if method == "streaming":
-            raise ValueError("streaming is a rule without a scorer: it trains the backbone, --backbone lora or full")
-        if scorer is not None or train_scorer or packing != "cut":
-            raise ValueError("--scorer, --train-scorer and --packing are for a tuned backbone, --backbone lora or full")
-        return None
-    if method == "streaming" and (scorer is not None or train_scorer):
-        raise ValueError("streaming is a rule and takes no scorer")
-    if backbone == Backbone.lora:
+    if chosen["backbone"] == Backbone.lora:
         require_peft()
-    made = {"backbone": backbone.value, "targets": tuple(common.names(targets)), "packing": str(packing)}
-    if steps is not None:
-        made["steps"] = steps
-    return Settings(**made, train_scorer=train_scorer, **given)
-
-
-def loaded_scorer(method: str, folder: Path | None, bounds: Sequence[int]) -> Any:
-    """The scorer of --scorer, checked against the method and the budgets; None where none is given."""
-    if folder is None:
-        return None
-    scorer = kvkeep.load_scorer(folder)
-    tunable(method, bounds, scorer)
-    return scorer
+    made = Settings(**{name: value for name, value in chosen.items() if value is not None})
+    given = None if scorer is None else kvkeep.load_scorer(scorer)
+    if given is not None or method not in kvpop.METHODS:
+        tunable(method, bounds, given)
+    return partial(run, method, bounds, made, given, recipe)
 
 
 def run(
     method: str,
-    language_model: Any,
-    tokenizer: Any,
-    packed: Sequence[tuple[Any, Any]],
     bounds: Sequence[int],
-    out: Path,
     made: Settings,
     scorer: Any,
     recipe: kvpop.Recipe,
+    language_model: Any,
+    packed: Sequence[tuple[Any, Any]],
+    out: Path,
+    tokenizer: Any,
+    half: bool,
     **options: Any,
 ) -> None:
     """Tune, after training a scorer in OUT/run/scorer where the method needs one and none is given."""
+    base = options["base_model"]
     with common.progress_bar() as progress:
+        options["progress"] = progress
         if scorer is None and method in kvpop.METHODS:
-            length = None if made.packing == "cut" else made.length
-            scorer = _trained_first(method, language_model, packed, bounds, out, recipe, progress, options, length)
-        base = options["base_model"]
+            untrained = scorers.new(method, language_model.config, bounds, hidden=recipe.hidden, **recipe.options)
+            prepare(language_model, method, packed, bounds, made, untrained)
+            require_room(out, options["resume"])
+            scorer = _trained_first(method, language_model, packed, bounds, out, recipe, made, options)
         if base not in models.ALIASES and Path(base).expanduser().is_dir():
             options["base_model"] = str(Path(base).expanduser().resolve())  # adapters are loaded from anywhere
         record = tune(
-            language_model,
-            method,
-            packed,
-            bounds,
-            out,
-            made,
-            scorer,
-            tokenizer=tokenizer,
-            progress=progress,
-            **options,
+            language_model, method, packed, bounds, out, made, scorer, tokenizer=tokenizer, half=half, **options
         )
     report(record, len(packed), out)
 
 
-def _trained_first(method, language_model, packed, bounds, out: Path, recipe, progress, options, length: int | None):
-    """A scorer for the frozen backbone, from the documents or, where a length is given, rows of them."""
-    folder = out / "run" / "scorer"
-    if length is not None:
-        packed = [(row, row.pieces[0]) for row in pack_rows(packed, "concat", length)]
-    if options["resume"] and (folder / "config.json").exists():
-        return kvkeep.load_scorer(folder)
-    kvpop.train(method, language_model, packed, bounds, folder, recipe, progress=progress, **options)
-    return kvkeep.load_scorer(folder)
+def scorer_folder(out: Path) -> Path:
+    """Where the scorer is trained that a backbone is tuned under."""
+    return out / "run" / "scorer"
+
+
+def require_room(out: Path, resume: bool) -> None:
+    """Raise ValueError where OUT cannot be that of a run with a scorer of its own, before that scorer is trained."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; it should be a folder")
+    begun, tuning = scorer_folder(out).exists(), (out / "run" / "run.json").exists()
+    if (begun or tuning) and not resume:
+        raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another folder")
+    if tuning and not begun:
+        raise ValueError(f"{out} holds a run that trained no scorer of its own; it cannot be resumed")
+    foreign = [] if tuning or not out.exists() else sorted(path.name for path in out.iterdir() if path.is_file())
+    if foreign:
+        raise ValueError(f"{out} holds {foreign[0]}, which no training run put there: take another folder")
+
+
+def _trained_first(method, language_model, packed, bounds, out: Path, recipe, made: Settings, options):
+    """A scorer for the untuned backbone, from what it is tuned on: the documents, or rows of them."""
+    if made.packing != Packing.cut:
+        packed = [(row, row.pieces[0]) for row in pack_rows(packed, "concat", made.length)]
+    kvpop.train(method, language_model, packed, bounds, scorer_folder(out), recipe, reuse=True, **options)
+    return kvkeep.load_scorer(scorer_folder(out))
 
 
 def whole(texts: Sequence[Any], tokenizer: Any) -> list[tuple[Any, torch.Tensor]]:
@@ -156,7 +151,10 @@ def report(record: dict[str, Any], count: int, out: Path) -> None:
         typer.echo(
             f"held-out KL to the untuned model with the full cache: {before:.4f} nats a token before, {after:.4f}"
         )
-    budgets = ", ".join(str(budget["sinks"] + budget["window"] + budget["topk"]) for budget in record["budgets"])
+    sizes = [
+        budget["sinks"] + budget["window"] + budget["topk"] + record["state_entries"] for budget in record["budgets"]
+    ]
+    budgets = ", ".join(map(str, sizes))
     what = "adapters" if record["settings"]["backbone"] == "lora" else "model"
     typer.echo(f"{what} tuned under {record['policy']} at {budgets} tokens, {record['settings']['steps']} steps")
     with_scorer = "" if record["scorer"] is None else f" --scorer {record['policy']}={out / 'scorer'}"

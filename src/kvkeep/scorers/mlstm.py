@@ -119,7 +119,8 @@ class MLSTM(LayerScorer):
         self.w_key = drawn(generator, heads, inputs, options.features, std=inputs**-0.5)
         self.w_gates = drawn(generator, heads, inputs, 2, std=SMALL * inputs**-0.5)
         input_bias = torch.full((heads,), float(options.input_bias))
-        self.b_gates = nn.Parameter(torch.stack([input_bias, _spread(*options.forget_bias, heads)], -1))  # [H, 2]
+        forget_bias = _spread(*options.forget_bias, heads).to(input_bias.device)  # transformers patches linspace
+        self.b_gates = nn.Parameter(torch.stack([input_bias, forget_bias], -1))  # [H, 2]
         if options.value_dim is not None:
             self.w_value = drawn(generator, heads, inputs, self.value_dim, std=inputs**-0.5)
         readout = self.value_dim + inputs

@@ -2,11 +2,15 @@
 
 Step i takes the documents that a seeded shuffle of its epoch puts there, so nothing of the order has to be saved, and a
 run that was killed and resumed sees the same documents, losses and weights as one that was not.
+
+Where a run may stop early (``patience``), the weights of its best held-out evaluation are kept on disk beside the state
+and are what it ends with; without, the last ones are.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from kvkeep.training.state import Log, load_state, save_state
@@ -27,7 +33,8 @@ class Timing(Protocol):
     Attributes:
         steps: optimiser steps.
         lr, warmup, betas, weight_decay, clip: AdamW with a linear warm-up, then cosine to 0; clip = gradient norm.
-        evaluate_every, patience: held-out evaluation, and how many without improvement end the run (0 = never).
+        evaluate_every, patience: held-out evaluation, and how many without improvement end the run (0 = never); with a
+            patience the best weights are kept, else the last.
         save_every: steps between two saved states.
     """
 
@@ -61,6 +68,9 @@ class Loop:
         resume: go on from the state in ``folder`` if there is one.
         seed: of the order.
         progress: called with (``stage``, step, steps).
+
+    Raises:
+        ValueError: for intervals below 1, or a patience below 0.
     """
 
     stage = "fit"
@@ -75,8 +85,11 @@ class Loop:
         seed: int,
         progress: Progress | None,
     ):
+        for name, least in (("evaluate_every", 1), ("save_every", 1), ("patience", 0)):
+            if getattr(schedule, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(schedule, name)}")
         self.module, self.schedule, self.seed, self.progress = module, schedule, seed, progress
-        self.path = folder / "state.safetensors"
+        self.path, self.best_path = folder / "state.safetensors", folder / "best.safetensors"
         given = [{"params": group.parameters, "lr": group.peak, "peak": group.peak} for group in groups]
         self.optimizer = torch.optim.AdamW(given, betas=schedule.betas, weight_decay=schedule.weight_decay)
         self.step, self.best, self.waited = 0, math.inf, 0
@@ -86,7 +99,7 @@ class Loop:
         self.log = Log(folder / "log.jsonl", self.step)
 
     def advance(self) -> None:
-        """All steps that are left."""
+        """All steps that are left; with a patience the module then is what it was at its best evaluation."""
         while self.step < self.schedule.steps and not self.stopped:
             started = time.perf_counter()
             for group in self.optimizer.param_groups:
@@ -101,15 +114,40 @@ class Loop:
                 record |= {f"held_out_{name}": value for name, value in metrics.items()}
                 record |= self.noted()
                 if metrics:
-                    goal = self.goal(metrics)
-                    self.waited = 0 if goal < self.best else self.waited + 1
-                    self.best = min(self.best, goal)
+                    self.judge(self.goal(metrics))
+                    record |= {"waited": self.waited} if self.schedule.patience else {}
             self.log.write(record | {"tokens_per_second": round(record["tokens"] / seconds, 1)})
             if last or self.stopped or self.step % self.schedule.save_every == 0:
                 state = {"step": self.step, "best": self.best, "waited": self.waited}
                 save_state(self.path, self.module, self.optimizer, state)
             if self.progress is not None:
                 self.progress(self.stage, self.step, self.schedule.steps)
+        if self.schedule.patience and self.waited and self.best < math.inf:
+            self.return_to_best()
+
+    def judge(self, goal: float) -> None:
+        """Count the evaluations without improvement; with a patience, keep the weights of the best.
+
+        They are on disk before the state that counts on them. A run that is killed in between evaluates the same
+        weights again.
+        """
+        improved = goal < self.best
+        self.waited = 0 if improved else self.waited + 1
+        self.best = min(self.best, goal)
+        if improved and self.schedule.patience:
+            tensors = {name: tensor.detach().contiguous() for name, tensor in self.module.state_dict().items()}
+            beside = self.best_path.with_name(self.best_path.name + ".tmp")
+            save_file(tensors, beside)
+            os.replace(beside, self.best_path)
+
+    def return_to_best(self) -> None:
+        """Take the best weights back, and what evaluation has to say of them."""
+        try:
+            best = load_file(self.best_path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.best_path}, the best weights of this run, cannot be read: {error}") from error
+        self.module.load_state_dict(best)
+        self.evaluate()
 
     def descend(self) -> dict[str, float]:
         """Clip what ``backward`` has left and take a step; norm and learning rate for the log.

@@ -8,6 +8,7 @@ all weights learn (KVpop, arXiv 2607.05061, trains all of them).
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import warnings
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
+
+from kvkeep.scorers import Scorer
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NO_PEFT = "tuning with LoRA adapters needs peft, which the extra `train` brings: pip install 'kvkeep[train]'"
@@ -38,6 +42,17 @@ def require_peft() -> Any:
     except ImportError as error:
         raise ValueError(NO_PEFT) from error
     return peft
+
+
+def require_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ValueError where a name is that of no linear layer, as peft reads names: the end of a path."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
+    if unknown:
+        there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        raise ValueError(
+            f"targets {', '.join(unknown)} match no linear layer of {type(model).__name__}, which has {there}"
+        )
 
 
 class FullStudent:
@@ -90,7 +105,7 @@ class LoraStudent(FullStudent):
         seed: of A.
 
     Raises:
-        ValueError: without peft, or where the model has no layer of these names.
+        ValueError: without peft, or for a target that is the name of no linear layer.
     """
 
     def __init__(
@@ -102,6 +117,7 @@ class LoraStudent(FullStudent):
         seed: int = 0,
     ):
         peft = require_peft()
+        require_targets(model, targets)
         self.model = model
         self._learned = {parameter: parameter.requires_grad for parameter in model.parameters()}
         config = peft.LoraConfig(
@@ -200,3 +216,21 @@ def save_whole(student: FullStudent, out: Path, base_model: str, tokenizer: Any,
     for file in sorted(beside.iterdir(), key=lambda file: (file.name.endswith("config.json"), file.name)):
         os.replace(file, out / file.name)
     beside.rmdir()
+
+
+def save_scorer(scorer: Scorer, folder: Path, record: Mapping[str, Any], half: bool = False) -> None:
+    """Write a scorer for the tuned backbone that it stands beside, and say what it was trained on.
+
+    Args:
+        scorer: left as it is.
+        folder: where.
+        record: what ``tune.json`` records.
+        half: store weight matrices in float16, half the size.
+    """
+    along = ", then along with the tuned one" if record["settings"]["train_scorer"] else ""
+    told = {name: record[name] for name in ("base_model", "base_fingerprint", "settings", "seed", "metrics")}
+    told |= {"scorer": record["scorer"], "scorer_trained_on": "the untuned backbone" + along}
+    league = f"tuned backbone ({record['settings']['backbone']})"
+    copy.deepcopy(scorer).save_pretrained(
+        folder, half=half, base_fingerprint=record["tuned_fingerprint"], league=league, tuned=told
+    )

@@ -13,13 +13,12 @@ Resumable to the last digit: see :mod:`kvkeep.training.fit`, whose order of docu
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,81 +33,19 @@ from kvkeep.runtime.replay import by_blocks, hidden_states, kvkeep_attention
 from kvkeep.scorers import Scorer, model_fingerprint
 from kvkeep.training import losses
 from kvkeep.training.corpus import data_fingerprint
-from kvkeep.training.harvest import TARGET_SOURCES
 from kvkeep.training.rows import Row, pack_rows
-from kvkeep.training.score_loss import SCORE_LOSSES, ScoreLoss, keep_rate
+from kvkeep.training.score_loss import ScoreLoss, keep_rate
 from kvkeep.training.state import Log, jsonable, load_state, open_run, save_state
-from kvkeep.training.student import TARGETS, FullStudent, LoraStudent, checkpointed_layers, learned_state, save_whole
-from kvkeep.training.teacher import COMPUTE, Prediction, computing, predictions
-
-LEARNING_RATE = {"lora": 1e-3, "full": 8e-5}  # full: the paper's
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a backbone is tuned; JSON-friendly, recorded in ``tune.json``.
-
-    Attributes:
-        backbone: "lora" (peft adapters) or "full" (all weights, as the paper does).
-        rank, alpha, targets: of the adapters, see :class:`~kvkeep.training.student.LoraStudent`.
-        steps: optimiser steps of one row each.
-        lr: None = 1e-3 for "lora", 8e-5 for "full".
-        schedule, warmup: "constant" (the paper) or "cosine" to 0, after a linear warm-up.
-        betas, weight_decay, clip: of AdamW; clip = gradient norm.
-        kl, top: "tail" or "renorm" (the paper) over so many tokens, see :func:`kvkeep.training.losses.distillation`.
-        packing, length: of rows, see :func:`kvkeep.training.rows.pack_rows`.
-        checkpointing: whether decoder layers are computed again in backward, under the same lifetimes.
-        compute: "own" or "bfloat16", for matrix products; scores, labels and losses stay float32.
-        train_scorer: whether the scorer learns along; its decay stays.
-        score_loss: "boundary" (the paper) or "regression".
-        target_source: of its labels, "sparse" (the student's own normaliser, the paper) or "dense".
-        scorer_lr, scorer_warmup: of the scorer, which warms up and then follows a cosine to 0.
-        held_out, evaluate_on: share of the rows that is held out, and how many of them at most.
-        evaluate_every, save_every: steps between two held-out evaluations, and two saved states.
-    """
-
-    backbone: str = "lora"
-    rank: int = 16
-    alpha: float | None = None
-    targets: tuple[str, ...] = TARGETS
-    steps: int = 100
-    lr: float | None = None
-    schedule: str = "constant"
-    warmup: int = 0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 1e-4
-    clip: float = 1.0
-    kl: str = "tail"
-    top: int = 256
-    packing: str = "cut"
-    length: int | None = None
-    checkpointing: bool = False
-    compute: str = "own"
-    train_scorer: bool = False
-    score_loss: str = "boundary"
-    target_source: str = "sparse"
-    scorer_lr: float = 1e-3
-    scorer_warmup: int = 10
-    held_out: float = 0.1
-    evaluate_on: int = 4
-    evaluate_every: int = 25
-    save_every: int = 25
-
-    def __post_init__(self):
-        choices = {
-            "backbone": tuple(LEARNING_RATE),
-            "schedule": ("constant", "cosine"),
-            "kl": ("tail", "renorm"),
-            "compute": tuple(COMPUTE),
-            "score_loss": SCORE_LOSSES,
-            "target_source": TARGET_SOURCES,
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}")
-        low = [name for name in ("steps", "rank", "top", "evaluate_every", "save_every") if getattr(self, name) < 1]
-        if low:
-            raise ValueError(f"{low[0]} must be at least 1, not {getattr(self, low[0])}")
+from kvkeep.training.student import (
+    FullStudent,
+    LoraStudent,
+    checkpointed_layers,
+    learned_state,
+    save_scorer,
+    save_whole,
+)
+from kvkeep.training.teacher import Prediction, computing, predictions
+from kvkeep.training.tune_settings import LEARNING_RATE, Settings
 
 
 def tune(
@@ -125,6 +62,7 @@ def tune(
     tokenizer: Any = None,
     command: str | None = None,
     shards: str | Path | None = None,
+    half: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Tune a backbone under a policy and save it in ``out``.
@@ -145,25 +83,18 @@ def tune(
         tokenizer: saved beside a full model.
         command: recorded.
         shards: where the teacher's predictions live; several runs may share them. None = ``out/run/shards``.
+        half: store the scorer's weight matrices in float16.
         progress: called with (stage, done, total).
 
     Returns:
-        What ``tune.json`` records: settings, budgets, fingerprints and metrics (``held_out_kl_before`` and
-        ``held_out_kl``, in nats per token).
+        What ``tune.json`` records: settings, budgets, ``state_entries`` (what the scorer's memory costs beside each of
+        them, in tokens), fingerprints and metrics (``held_out_kl_before`` and ``held_out_kl``, in nats per token).
 
     Raises:
-        ValueError: for a policy that cannot be tuned under, a missing scorer or peft, rows that are too few or no
-            longer than a budget, or an ``out`` that holds another run.
+        ValueError: for what :func:`prepare` refuses, or an ``out`` that holds another run.
     """
     settings = Settings() if settings is None else settings
-    plan = tunable(policy_name, budgets, scorer)
-    for policy in plan:
-        policy.require_fits(model.config)
-    if settings.train_scorer and scorer is None:
-        raise ValueError(f"policy {policy_name!r} has no scorer that could learn along")
-    rows = pack_rows(documents, settings.packing, settings.length)
-    _require_long_enough(rows, plan)
-    _student(model, settings, seed).release()  # complains about names and a missing peft before anything is written
+    plan, rows = prepare(model, policy_name, documents, budgets, settings, scorer)
     record = _record(model, plan, settings, seed, documents, scorer, base_model)
     out = Path(out)
     run = open_run(out, record, resume)
@@ -175,13 +106,41 @@ def tune(
     try:
         record["metrics"] = Tuning(student, plan, lessons, settings, run, scorer, resume, seed, progress).run()
         record |= {"command": command, "tuned_fingerprint": model_fingerprint(student.weights())}
+        record["state_entries"] = 0 if scorer is None else scorer.state_entries
         record["library_version"] = sys.modules[__name__.partition(".")[0]].__version__
         if scorer is not None:
-            _save_scorer(scorer, out / "scorer", record)
+            save_scorer(scorer, out / "scorer", record, half)
         save_whole(student, out, record["base_model"], tokenizer, json.dumps(record, indent=1))
     finally:
         student.release()
     return record
+
+
+def prepare(
+    model: PreTrainedModel,
+    policy_name: str,
+    documents: Sequence[tuple[object, Tensor]],
+    budgets: Sequence[Budget | int],
+    settings: Settings,
+    scorer: Scorer | None = None,
+) -> tuple[list[Policy], list[Row]]:
+    """The policies and the rows of a run; see :func:`tune`. Changes and writes nothing.
+
+    Raises:
+        ValueError: for a policy that cannot be tuned under, a scorer that is missing, of another method or for another
+            model, targets that match nothing, a missing peft, or rows that are too few or no longer than a budget.
+    """
+    plan = tunable(policy_name, budgets, scorer)
+    if scorer is not None:
+        scorer.require_fits(model.config, model_fingerprint(model))
+    elif settings.train_scorer:
+        raise ValueError(f"policy {policy_name!r} has no scorer that could learn along")
+    rows = pack_rows(documents, settings.packing, settings.length)
+    _require_long_enough(rows, plan)
+    with checkpointed_layers(model, settings.checkpointing):
+        pass
+    _student(model, settings, 0).release()
+    return plan, rows
 
 
 def _student(model: PreTrainedModel, settings: Settings, seed: int) -> FullStudent:
@@ -233,16 +192,6 @@ def _require_long_enough(rows: Sequence[Row], plan: Sequence[Policy]) -> None:
         raise ValueError(f"no text is longer than the budget of {largest} tokens (the longest has {longest})")
 
 
-def _save_scorer(scorer: Scorer, folder: Path, record: dict[str, Any]) -> None:
-    """The scorer beside the backbone it is now for."""
-    copy.deepcopy(scorer).save_pretrained(
-        folder,
-        base_fingerprint=record["tuned_fingerprint"],
-        league=f"tuned backbone ({record['settings']['backbone']})",
-        tuned={name: record[name] for name in ("base_model", "base_fingerprint", "settings", "seed", "metrics")},
-    )
-
-
 Lesson = list[tuple[Tensor, Prediction]]
 """A row: its pieces ``[n]`` and the teacher's predictions of each."""
 
@@ -280,6 +229,7 @@ class Tuning:
         self.train = [lesson for i, lesson in enumerate(lessons) if i not in held]
         self.held_out = [lessons[i] for i in sorted(held)][: settings.evaluate_on]
         self.scorer = scorer if settings.train_scorer else None
+        self.state_entries = 0 if scorer is None else scorer.state_entries
         self.seed, self.progress, self.path = seed, progress, folder / "state.safetensors"
         lr = LEARNING_RATE[settings.backbone] if settings.lr is None else settings.lr
         self.groups = {"backbone": (student.parameters, lr)}
@@ -351,7 +301,8 @@ class Tuning:
     def gradients(self, lesson: Lesson, policy: Policy) -> dict[str, Any]:
         """Add the gradients of a row to the weights that learn; returns what the log says of it."""
         tokens = sum(piece.numel() for piece, _ in lesson)
-        total, kept, scored = 0.0, [], []
+        total, scored = 0.0, []
+        kept: dict[int, list[Tensor]] = {}  # layer -> keep rates of its heads, one [H] a piece
         watch = None
         if self.scorer is not None:
             watch = ScoreLoss(self.scorer, policy.budget, scored, self.settings.score_loss, self.settings.target_source)
@@ -360,15 +311,25 @@ class Tuning:
                 kl, lifetimes = self.divergence(piece, prediction, policy, watch)
                 (kl / tokens).backward()
             total += float(kl.detach()) / tokens
-            kept += [keep_rate(layer, policy.budget) for layer in lifetimes if layer is not None]
-        record = {"kl": total, "tokens": tokens, "budget": policy.budget.rest}
-        rates = torch.cat([rate for rate in kept if rate is not None] or [torch.zeros(0)])
-        if rates.numel():
-            low, mean, high = (round(float(value), 4) for value in (rates.min(), rates.mean(), rates.max()))
-            record["keep_rate"] = {"mean": mean, "lowest_head": low, "highest_head": high}
+            for layer, evicted_at in enumerate(lifetimes):
+                rate = None if evicted_at is None else keep_rate(evicted_at, policy.budget)
+                if rate is not None:
+                    kept.setdefault(layer, []).append(rate)
+        record = {"kl": total, "tokens": tokens, "budget": policy.budget.rest + self.state_entries}
+        if kept:
+            record["keep_rate"] = told(kept)
         if scored:
             record["score_loss"] = sum(scored) / len(scored)
+        if self.scorer is not None:
+            record["gamma"] = {
+                shape.index: self.gamma(shape.index, policy.budget.rest) for shape in self.scorer.geometry
+            }
         return record
+
+    def gamma(self, layer: int, rest: int) -> float:
+        """What a score of the layer keeps of its lead per decay step, mean over the heads, where ``rest`` are held."""
+        log_gamma = self.scorer.layer(layer).log_gamma * self.scorer.decay_factor(rest)
+        return round(float(log_gamma.exp().mean()), 4)
 
     def divergence(self, piece: Tensor, prediction: Prediction, policy: Policy, watch=None) -> tuple[Tensor, list]:
         """Sum over the positions of ``KL(teacher || student)`` of one text ``[n]``, and the lifetimes it had."""
@@ -393,3 +354,11 @@ class Tuning:
                 self.progress("held-out", done, len(pieces))
             total += sum(float(self.divergence(*pair, policy)[0]) for policy in self.plan)
         return total / (len(self.plan) * sum(piece.numel() for piece, _ in pieces))
+
+
+def told(kept: dict[int, list[Tensor]]) -> dict[str, Any]:
+    """What the log says of keep rates ``[H]`` per layer and piece: over all, and of every head of every layer."""
+    rates = torch.cat([rate for each in kept.values() for rate in each])
+    low, mean, high = (round(float(value), 4) for value in (rates.min(), rates.mean(), rates.max()))
+    heads = {layer: [round(rate, 4) for rate in torch.stack(each).mean(0).tolist()] for layer, each in kept.items()}
+    return {"mean": mean, "lowest_head": low, "highest_head": high, "layers": heads}
