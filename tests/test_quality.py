@@ -36,7 +36,7 @@ def test_golden_is_far_below_every_rule_on_code_and_procedural_documents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["kvpop_mlp"])
+@pytest.mark.parametrize("method", ["kvpop_mlp", "kvpop"])
 def test_shipped_scorer_beats_every_rule_on_held_out_text(method):
     """128 tokens per KV head: docs/results.md in small, four documents of three kinds."""
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from kvkeep.scorers.shipped import shipped
 from tiny import tiny_model
 
 NAMES = [f"{folder.parent.name}/{folder.name}" for folder in sorted(SHIPPED.glob("*/*")) if folder.is_dir()]
-METHODS = ("kvpop_mlp",)
+METHODS = ("kvpop", "kvpop_mlp")
 
 
 def test_there_is_one_for_every_method():
