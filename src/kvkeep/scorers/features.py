@@ -199,15 +199,21 @@ class FeatureSpec:
     # ---- the vector
 
     def build(
-        self, keys: Tensor, values: Tensor, kept: Mapping[str, Tensor], positions: Tensor, query: int, interval: int
+        self,
+        keys: Tensor,
+        values: Tensor,
+        kept: Mapping[str, Tensor],
+        positions: Tensor,
+        query: int | Tensor,
+        interval: int,
     ) -> Tensor:
-        """The features of tokens at an eviction.
+        """The features of tokens at an eviction, or at a different one in every row.
 
         Args:
             keys, values: ``[B, H, N, D]``.
             kept: accumulators ``[B, H, N, G]`` (``watched``: ``[B, H, N]``) by name.
             positions: int ``[B, H, N]``, of the tokens.
-            query: position of the query about to enter.
+            query: position of the query about to enter; int ``[B, 1, 1]`` where rows differ.
             interval: L.
 
         Returns:
@@ -227,7 +233,9 @@ class FeatureSpec:
         names += ["cumulative"] if self.cumulative else []
         return names + (["decayed"] if self.decay is not None else [])
 
-    def scale(self, name: str, kept: Mapping[str, Tensor], positions: Tensor, query: int, interval: int) -> Tensor:
+    def scale(
+        self, name: str, kept: Mapping[str, Tensor], positions: Tensor, query: int | Tensor, interval: int
+    ) -> Tensor:
         """One statistic ``[B, H, N, G]`` as the network reads it."""
         value = kept[name]
         if name == "least":  # not seen by the interval's first queries, which gave it nothing

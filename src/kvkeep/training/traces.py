@@ -150,20 +150,9 @@ class Trace:
         )
         if spec.kv and spec.keys == "pre" and rotary is not None:
             keys = rotary.unrotate(keys, tokens)
-        rest, interval = self.budget.rest, self.budget.interval
-        rows = zip(evictions.tolist(), range(len(evictions)), strict=True)
-        built = [
-            spec.build(
-                keys[row : row + 1],
-                values[row : row + 1],
-                {name: tensor[row : row + 1] for name, tensor in kept.items()},
-                tokens[row : row + 1],
-                rest + (eviction + 1) * interval,
-                interval,
-            )
-            for eviction, row in rows
-        ]
-        return torch.cat(built)
+        interval = self.budget.interval
+        queries = self.budget.rest + (evictions + 1) * interval  # the t-th eviction, t >= 1, is at rest + t L
+        return spec.build(keys, values, kept, tokens, queries[:, None, None], interval)
 
     def alpha(self, layer: int, evictions: Tensor) -> Tensor:
         """Future attention ``[m, H, C]`` of the candidates."""
