@@ -319,7 +319,7 @@ def test_expected_attention_is_its_formula(embedding, use_covariance):
     memory = policy.new_memory(geometry, 1, torch.device("cpu"), torch.float64)
     for piece in (slice(0, 13), slice(13, 14), slice(14, seen)):
         rows = torch.arange(seen)[None, piece]
-        policy.observe(Observation(geometry, query[:, :, :, piece], rows, None, {}, memory, None, seen - rows))
+        policy.observe(Observation(geometry, query[:, :, :, piece], rows, None, {}, memory, None, lambda: None))
     positions = torch.randperm(seen, generator=torch.Generator().manual_seed(3))[:count].expand(1, heads, -1)
     everyone = torch.ones(positions.shape, dtype=torch.bool)
     got = policy.keep_scores(Held(geometry, seen, 0, keys, values, positions, {}, memory, None, everyone, 1))

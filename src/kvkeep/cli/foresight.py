@@ -16,6 +16,7 @@ from kvkeep.cli import common
 from kvkeep.evaluation.contenders import split_budget
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.training import foresightkv
+from kvkeep.training.reinforce_schedule import CHOICES
 
 Stage = StrEnum("Stage", [(name, name) for name in foresightkv.STAGES])
 INPUTS = {
@@ -27,7 +28,7 @@ INPUTS = {
 }
 Inputs = StrEnum("Inputs", [(name, name) for name in INPUTS])
 
-REWARDS = foresightkv.reinforce.CHOICES["variant"]
+REWARDS = CHOICES["variant"]
 StageFlag = Annotated[
     Stage | None,
     typer.Option("--stage", help="Of foresightkv: sft, golden's traces; dagger, a scorer's own; rl, reinforcement."),

@@ -18,6 +18,7 @@ from kvkeep.evaluation import documents
 from kvkeep.runtime import models
 from kvkeep.training import kvpop
 from kvkeep.training.rows import PACKINGS, pack_rows
+from kvkeep.training.state import require_own
 from kvkeep.training.student import require_peft
 from kvkeep.training.tune import Settings, prepare, tunable, tune
 
@@ -118,16 +119,12 @@ def scorer_folder(out: Path) -> Path:
 
 def require_room(out: Path, resume: bool) -> None:
     """Raise ValueError where OUT cannot be that of a run with a scorer of its own, before that scorer is trained."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; it should be a folder")
+    require_own(out)
     begun, tuning = scorer_folder(out).exists(), (out / "run" / "run.json").exists()
     if (begun or tuning) and not resume:
         raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another folder")
     if tuning and not begun:
         raise ValueError(f"{out} holds a run that trained no scorer of its own; it cannot be resumed")
-    foreign = [] if tuning or not out.exists() else sorted(path.name for path in out.iterdir() if path.is_file())
-    if foreign:
-        raise ValueError(f"{out} holds {foreign[0]}, which no training run put there: take another folder")
 
 
 def _trained_first(method, language_model, packed, bounds, out: Path, recipe, made: Settings, options):

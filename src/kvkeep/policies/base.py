@@ -13,6 +13,7 @@ Keep scores and priorities are "higher stays" everywhere; among equals the newes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
 from typing import ClassVar
@@ -186,7 +187,7 @@ class Observation:
     statistics: dict[str, Tensor]  # views [B, H, N, ...]: update in place
     memory: Memory
     held: Tensor  # int32 [B, H, N], positions of the tokens held; negative where a slot is empty
-    until: Tensor  # int64 [B, n], queries until the next eviction, this one included: 1 = the last one before it
+    until: Callable[[], Tensor]  # int64 [B, n], queries until the next eviction, this one included: 1 = the last one
 
 
 @dataclass(frozen=True)

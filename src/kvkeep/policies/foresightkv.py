@@ -13,6 +13,7 @@ from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Memory, Observ
 from kvkeep.policies.learned import Learned
 from kvkeep.policies.random import logical_shift, mix
 from kvkeep.scorers import Scorer
+from kvkeep.scorers.features import FeatureSpec
 from kvkeep.slots import lowest
 
 
@@ -23,7 +24,31 @@ class Drawn(NamedTuple):
     pool: Tensor  # int64 [B, H, P], slots they were drawn from, the first to go first
 
 
-class ForesightKV(Learned, AttentionPolicy):
+class Watching(AttentionPolicy):
+    """Keeps the sums of attention that a feature spec reads: what ForesightKV decides by, and what its labels go with.
+
+    Attributes:
+        _features: whose sums.
+        _ring: whether those of an interval come from a ring of its queries instead.
+    """
+
+    _features: FeatureSpec
+    _ring = False
+
+    def slot_statistics(self, geometry: Geometry) -> dict[str, Statistic]:
+        kept = self._features.accumulators(geometry.group, self._ring)
+        return {name: Statistic(shape, fill) for name, (shape, fill) in kept.items()}
+
+    def begin_interval(self, statistics: dict[str, Tensor]) -> None:
+        self._features.begin(statistics)
+
+    def observe(self, seen: Observation) -> None:
+        self._features.observe(
+            seen.statistics, seen.probabilities, seen.positions, seen.held, seen.until(), self.budget.interval
+        )
+
+
+class ForesightKV(Learned, Watching):
     """ForesightKV: at every eviction the ``interval`` candidates of lowest keep score go, or a draw among them.
 
     Paper: arXiv 2602.03203, section 3; the network is :class:`kvkeep.scorers.foresight.Foresight`, its features
@@ -71,10 +96,6 @@ class ForesightKV(Learned, AttentionPolicy):
     def recent_queries(self) -> int:
         return self.budget.interval if self._ring else 0
 
-    def slot_statistics(self, geometry: Geometry) -> dict[str, Statistic]:
-        kept = self._features.accumulators(geometry.group, self._ring)
-        return {name: Statistic(shape, fill) for name, (shape, fill) in kept.items()}
-
     def new_memory(self, geometry: Geometry, batch: int, device: torch.device, dtype: torch.dtype) -> Memory:
         memory = super().new_memory(geometry, batch, device, dtype)
         if self.evict == "sample":
@@ -84,14 +105,6 @@ class ForesightKV(Learned, AttentionPolicy):
             signed = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
             memory["seed"] = torch.tensor(signed, dtype=torch.int64, device=device)
         return memory
-
-    def begin_interval(self, statistics: dict[str, Tensor]) -> None:
-        self._features.begin(statistics)
-
-    def observe(self, seen: Observation) -> None:
-        self._features.observe(
-            seen.statistics, seen.probabilities, seen.positions, seen.held, seen.until, self.budget.interval
-        )
 
     def keep_scores(self, held: Held) -> Tensor:
         scores = self.layer_scorer(held.geometry, held.keys.device).keep(self.inputs(held))

@@ -8,6 +8,8 @@ blocks that end there, and a block of one query is the same code as a block of m
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -112,7 +114,7 @@ class IntervalResidency(Residency):
         )
         grouped = query.unflatten(1, (self.geometry.kv_heads, -1))  # [B, H, G, n, D]
         statistics = {name: slots.view(extra) for name, extra in slots.extras.items()}
-        until = self.until_eviction(positions)
+        until = partial(self.until_eviction, positions)  # few policies ask, and this is every step
         self.policy.observe(
             Observation(self.geometry, grouped, positions, probabilities, statistics, self.memory, held_at, until)
         )

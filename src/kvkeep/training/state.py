@@ -80,6 +80,16 @@ class Log:
             file.write(json.dumps(record) + "\n")
 
 
+def require_own(out: Path) -> None:
+    """Raise ValueError where ``out`` is a file, or holds files but no run: a model, say, that would be written over."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; it should be a folder")
+    if out.is_dir() and not (out / "run" / "run.json").exists():
+        foreign = sorted(path.name for path in out.iterdir() if path.is_file())
+        if foreign:
+            raise ValueError(f"{out} holds {foreign[0]}, which no training run put there: take another folder")
+
+
 def open_run(out: Path, record: dict[str, Any], resume: bool) -> Path:
     """The folder ``out/run`` of a run, which remembers what it is a run of.
 
@@ -92,14 +102,9 @@ def open_run(out: Path, record: dict[str, Any], resume: bool) -> Path:
         ValueError: where ``out`` holds a run and ``resume`` is False, or one with another record; where it is a file,
             or holds files that are not of a run (a model, say), which would be written over; or cannot be written to.
     """
+    require_own(out)
     run = out / "run"
     described = run / "run.json"
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; it should be a folder")
-    if out.is_dir() and not described.exists():
-        foreign = sorted(path.name for path in out.iterdir() if path.is_file())
-        if foreign:
-            raise ValueError(f"{out} holds {foreign[0]}, which no training run put there: take another folder")
     if described.exists():
         if not resume:
             raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another folder")

@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.budget import Budget
-from kvkeep.policies.base import Geometry, Held, Memory, Observation, Rotary, Statistic
-from kvkeep.policies.foresightkv import ForesightKV
+from kvkeep.policies.base import Geometry, Held, Memory, Rotary
+from kvkeep.policies.foresightkv import ForesightKV, Watching
 from kvkeep.policies.golden import Golden
 from kvkeep.runtime.replay import replay
 from kvkeep.scorers import Scorer, model_fingerprint
@@ -45,7 +45,7 @@ def collected(spec: FeatureSpec) -> FeatureSpec:
     return FeatureSpec(extremes=True, windows=windows, cumulative=True, decay=decay)
 
 
-class Tracing(Golden):
+class Tracing(Watching, Golden):
     """Golden eviction, or a student's, that writes down what it sees; see :func:`harvest`.
 
     Args:
@@ -56,15 +56,12 @@ class Tracing(Golden):
 
     def __init__(self, budget: Budget, spec: FeatureSpec, student: ForesightKV | None = None):
         super().__init__(budget)
-        self._spec, self._student = spec, student
+        self._features, self._student = spec, student
         self._seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # layer -> (tokens, sums, alpha) by eviction
 
     @property
     def needs_rotary(self) -> bool:
         return self._student is not None and self._student.needs_rotary
-
-    def slot_statistics(self, geometry: Geometry) -> dict[str, Statistic]:
-        return {name: Statistic(*given) for name, given in self._spec.accumulators(geometry.group).items()}
 
     def foresee(self, geometry: Geometry, query: Tensor, key: Tensor) -> Memory:
         memory = super().foresee(geometry, query, key)
@@ -72,20 +69,12 @@ class Tracing(Golden):
             memory |= self._student.new_memory(geometry, key.shape[0], key.device, key.dtype)
         return memory
 
-    def begin_interval(self, statistics: dict[str, Tensor]) -> None:
-        self._spec.begin(statistics)
-
-    def observe(self, seen: Observation) -> None:
-        self._spec.observe(
-            seen.statistics, seen.probabilities, seen.positions, seen.held, seen.until, self.budget.interval
-        )
-
     def keep_scores(self, held: Held) -> Tensor:
         alpha = super().keep_scores(held)
         count = int(held.candidates[0, 0].sum())
         oldest = held.positions.masked_fill(~held.candidates, torch.iinfo(held.positions.dtype).max)
         order = oldest.argsort(-1)[..., :count]  # the candidates, in order of position
-        sums = stacked(self._spec, held.statistics)
+        sums = stacked(self._features, held.statistics)
         parts = tuple(gather_slots(tensor, order) for tensor in (held.positions, sums, alpha))
         self._seen.setdefault(held.geometry.layer, []).append(parts)
         return alpha if self._student is None else self._student.keep_scores(held)
