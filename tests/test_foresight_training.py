@@ -52,7 +52,7 @@ def test_a_trace_under_a_student_holds_the_features_it_saw(model, tmp_path, spec
     scorer = random_scorer("foresightkv", model.config, budget, features=spec)
     policy = Told(budget, scorer)
     kvkeep.replay(model, ids[None], policy)
-    (trace,) = harvest(model, [(Text("a"), ids)], [budget], tmp_path, spec, student=scorer, storage="float32")
+    (trace,) = harvest(model, [(Text("a"), ids)], [budget], tmp_path, spec, follow=scorer, storage="float32")
     rotary = foresightkv.rotaries(model, scorer)
     everything = torch.arange(trace.evictions)
     for layer, evictions in policy._told.items():
@@ -92,6 +92,28 @@ def test_a_trace_follows_golden_and_holds_its_labels(model, tmp_path):
                 assert torch.equal(went.nonzero()[:, 1].view(2, -1), lowest.sort(-1).values)
 
 
+@pytest.mark.parametrize("rule", ["h2o_decayed", "snapkv", "rkv", "expected_attention", "tova"])
+def test_a_trace_follows_a_rule(model, tmp_path, rule):
+    """The states that are labelled are those that the rule reaches, also of one that keeps statistics and queries."""
+    ids, budget = random_ids(75)[0], BUDGETS[0]
+    (trace,) = harvest(model, [(Text("a"), ids)], [budget], tmp_path, FeatureSpec(), follow=rule, storage="float32")
+    gone = kvkeep.replay(model, ids[None], kvkeep.policies.create(rule, budget)).evicted_at
+    tensors, tokens = load_file(trace.path), torch.arange(75)
+    for layer in (0, 1):
+        for eviction, held in enumerate(tensors[f"tokens.{layer}"].long()):  # [H, C]
+            query = budget.slots + eviction * budget.interval
+            candidates = (gone[layer][0] >= query) & (tokens < query - budget.window) & (tokens >= budget.sinks)
+            assert torch.equal(candidates.nonzero()[:, 1].view(2, -1), held)
+
+
+@pytest.mark.parametrize("name", ["kvpop_mlp", "future_mass", "random", "nonsense"])
+def test_what_cannot_be_followed_is_named(model, tmp_path, name):
+    with pytest.raises(ValueError, match=rf"a trace follows golden, .*h2o_decayed.*, or a scorer, not '{name}'"):
+        harvest(model, texts(1), BUDGETS[:1], tmp_path, FeatureSpec(), follow=name)
+    with pytest.raises(ValueError, match=f"not '{name}'"):
+        foresightkv.recipe("best", follow=name)
+
+
 def test_traces_are_read_once(model, tmp_path, monkeypatch):
     given = texts(3)
     first = harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec())
@@ -99,7 +121,7 @@ def test_traces_are_read_once(model, tmp_path, monkeypatch):
     assert harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec.best()) == first, "other features, the same sums"
     monkeypatch.undo()
     student = random_scorer("foresightkv", model.config, BUDGETS[0])
-    other = harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec(), student=student)
+    other = harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec(), follow=student)
     assert not {trace.path for trace in first} & {trace.path for trace in other}
     with pytest.raises(ValueError, match="storage is one of"):
         harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec(), storage="int8")

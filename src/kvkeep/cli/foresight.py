@@ -31,7 +31,9 @@ Inputs = StrEnum("Inputs", [(name, name) for name in INPUTS])
 REWARDS = CHOICES["variant"]
 StageFlag = Annotated[
     Stage | None,
-    typer.Option("--stage", help="Of foresightkv: sft, golden's traces; dagger, a scorer's own; rl, reinforcement."),
+    typer.Option(
+        "--stage", help="Of foresightkv: sft, traces along --follow; dagger, along a scorer's own; rl, reinforcement."
+    ),
 ]
 RolloutFlag = Annotated[
     str | None, typer.Option("--rollout", help="Of rl: trace, along the documents; generate, what the model writes.")
@@ -43,6 +45,11 @@ RewardFlag = Annotated[str | None, typer.Option("--reward", help=f"Of rl: {', '.
 BetaFlag = Annotated[float | None, typer.Option("--beta", help="Of rl: weight of the KL to the scorer it began as.")]
 InputsFlag = Annotated[
     Inputs | None, typer.Option("--inputs", help="What a foresightkv scorer reads; the preset's by default.")
+]
+
+FollowFlag = Annotated[
+    str | None,
+    typer.Option("--follow", help="Of sft: whose evictions are labelled, golden's (the paper) or a rule's (best)."),
 ]
 
 

@@ -65,6 +65,7 @@ def run(
     ] = None,
     stage: foresight.StageFlag = None,
     inputs: foresight.InputsFlag = None,
+    follow: foresight.FollowFlag = None,
     rollout: foresight.RolloutFlag = None,
     group_size: foresight.GroupSizeFlag = None,
     reward: foresight.RewardFlag = None,
@@ -105,7 +106,7 @@ def run(
     timing = {"evaluate_every": evaluate_every}
     fitted = {"hidden": hidden, "loss": loss, "patience": patience} | timing
     if asked.foresees:
-        fitted |= {"lr": lr, "rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
+        fitted |= {"lr": lr, "follow": follow, "rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
         job = foresight.job(bounds, interval, at_rest, preset, steps, asked.stage, start, inputs, fitted)
     else:
         fitted |= {"decay": decay, "group": group, "options": _memory(delay, features)}

@@ -75,13 +75,18 @@ RULES = (
     ),
     Rule("scorer train_scorer half", "a method that has a scorer", lambda asked: asked.scored),
     Rule(
-        "stage inputs interval at_rest rollout group_size reward beta",
+        "stage inputs follow interval at_rest rollout group_size reward beta",
         "foresightkv, which decides every interval",
         lambda asked: asked.foresees,
     ),
     Rule("rollout group_size reward beta", "--stage rl", lambda asked: asked.stage == "rl"),
     Rule("loss", "the stages before rl, which has a --reward", lambda asked: asked.stage != "rl"),
     Rule("shards", "the stages before rl, which reads no traces", lambda asked: asked.stage != "rl"),
+    Rule(
+        "follow",
+        "--stage sft: a later stage follows its own scorer",
+        lambda asked: asked.stage == "sft",
+    ),
     Rule(
         "inputs hidden",
         "--stage sft, since a later stage keeps what the scorer of --start has",

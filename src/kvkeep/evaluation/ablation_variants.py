@@ -128,6 +128,7 @@ FORESIGHT = tuple(
             (
                 _foresight("best"),
                 _foresight("published", preset="published"),
+                _foresight("along golden", follow="golden"),
                 _foresight("no log, no age", features=FeatureSpec.paper()),
                 _foresight("no age", features=FeatureSpec(normalize="log")),
                 _foresight("hidden 16", hidden=16),
@@ -137,7 +138,7 @@ FORESIGHT = tuple(
         (
             "foresight-loss",
             "ForesightKV: pairwise ranking, the expected log of the future attention, or the log of what is expected?",
-            tuple(_foresight(loss, loss=loss) for loss in ("regression", "ranking", "tweedie")),
+            tuple(_foresight(loss, loss=loss) for loss in ("tweedie", "regression", "ranking")),
         ),
         (
             "foresight-inputs",

@@ -1,8 +1,8 @@
 """ForesightKV (arXiv 2602.03203) on a frozen backbone: traces in, a scorer checkpoint out.
 
 Stages
-    ``sft``     read every document once along golden's evictions (:mod:`~kvkeep.training.traces`), fit the scorer to
-                what golden knows (:mod:`~kvkeep.training.rank`).
+    ``sft``     read every document once along the evictions of golden, or of a rule (:mod:`~kvkeep.training.traces`),
+                fit the scorer to what golden knows (:mod:`~kvkeep.training.rank`).
     ``dagger``  go on from such a scorer: the oracle also labels the states that the scorer's own evictions reach.
     ``rl``      go on from such a scorer: draws that spare the model surprises become more likely
                 (:mod:`~kvkeep.training.reinforce`).
@@ -10,7 +10,8 @@ Stages
 Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
                    a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
-    ``best``       the default: statistics on a log scale and the age, 128 hidden units, regression on log alpha.
+    ``best``       the default: along the evictions of ``h2o_decayed``; statistics on a log scale and the age, 128 hidden
+                   units, the expected alpha.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
@@ -32,7 +33,7 @@ from kvkeep.training.corpus import Texts, data_fingerprint, mixed, require_long_
 from kvkeep.training.loop import Progress
 from kvkeep.training.rank import Rank, Schedule
 from kvkeep.training.state import jsonable, open_run
-from kvkeep.training.traces import SPACING, harvest
+from kvkeep.training.traces import SPACING, harvest, require_followed
 
 METHOD = "foresightkv"
 STAGES = ("sft", "dagger", "rl")
@@ -50,6 +51,11 @@ class Recipe:
         features: what it reads.
         held_out: share of the documents kept for held-out evaluation and early stop.
         storage: of harvested keys, values and sums.
+        follow: whose evictions the traces of stage "sft" follow: "golden", the paper's, or an attention policy without
+            a scorer.
+
+    Raises:
+        ValueError: for a policy that cannot be followed.
     """
 
     preset: str = "best"
@@ -59,6 +65,10 @@ class Recipe:
     features: FeatureSpec = field(default_factory=FeatureSpec.best)
     held_out: float = 0.1
     storage: str = SPACING
+    follow: str = "h2o_decayed"
+
+    def __post_init__(self):
+        require_followed(self.follow)
 
 
 PRESETS = {
@@ -68,6 +78,7 @@ PRESETS = {
         schedule=Schedule(loss="ranking", steps=1000, batch=8, lr=1e-2, warmup=10, weight_decay=0.0, clip=1.0),
         hidden=16,
         features=FeatureSpec.paper(),
+        follow="golden",
     ),
     "mini": Recipe(
         preset="mini",
@@ -179,11 +190,11 @@ def train(
         folder = run / "shards" if shards is None else Path(shards)
         reading = {"spec": scorer.layer(scorer.geometry[0].index).features, "storage": settings.storage}
         traces = [
-            harvest(model, part, scorer.budgets, folder, progress=progress, **reading)
+            harvest(model, part, scorer.budgets, folder, follow=settings.follow, progress=progress, **reading)
             for part in (documents[:cut], documents[cut:])
         ]
         if start is not None:
-            own = harvest(model, documents[:cut], scorer.budgets, folder, student=start, progress=progress, **reading)
+            own = harvest(model, documents[:cut], scorer.budgets, folder, follow=start, progress=progress, **reading)
             traces[0] += own
         fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=start is None, **shared)
         found, steps, counted = fit.run(), fit.step, {"traces": len(traces[1])}

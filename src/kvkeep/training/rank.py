@@ -42,7 +42,7 @@ class Schedule:
             :class:`kvkeep.training.loop.Timing`; an early stop watches the overlap.
     """
 
-    loss: str = "regression"
+    loss: str = "tweedie"
     steps: int = 600
     batch: int = 8
     evictions: int | None = 4

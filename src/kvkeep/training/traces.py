@@ -1,8 +1,8 @@
 """What an oracle has to say of a trace, eviction by eviction: harvested once, kept on disk (ForesightKV, section 3.3).
 
-Neither labels nor features depend on the scorer that is fitted to them: a trace follows the oracle's evictions, so one
-dense forward for the labels and one along the evictions serve all epochs. Under a student's evictions instead, the
-oracle relabels the states that the student reaches (DAgger).
+Neither labels nor features depend on the scorer that is fitted to them: one dense forward for the labels and one along
+the evictions serve all epochs. The paper follows the oracle's own evictions, where what is old is there because it will
+be needed; under a rule's evictions, or a scorer's (DAgger), the oracle labels states like those that a scorer reaches.
 
 A shard holds keys and values once and, for every eviction, which tokens could go, the raw sums of attention that they
 had received, and their future attention alpha; features are built from it when they are read, so that scorers with
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvkeep import policies
 from kvkeep.budget import Budget
-from kvkeep.policies.base import Geometry, Held, Memory, Rotary
+from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Memory, Observation, Rotary, Statistic
 from kvkeep.policies.foresightkv import ForesightKV, Watching
 from kvkeep.policies.golden import Golden
 from kvkeep.runtime.replay import replay
@@ -45,39 +46,63 @@ def collected(spec: FeatureSpec) -> FeatureSpec:
     return FeatureSpec(extremes=True, windows=windows, cumulative=True, decay=decay)
 
 
+ACTOR = "actor."  # what its statistics are called beside those of the features
+
+
 class Tracing(Watching, Golden):
-    """Golden eviction, or a student's, that writes down what it sees; see :func:`harvest`.
+    """Golden eviction, or another policy's, that writes down what it sees; see :func:`harvest`.
 
     Args:
         budget: as the scorer's.
         spec: whose sums are kept.
-        student: acts instead of the oracle.
+        actor: decides instead of the oracle.
     """
 
-    def __init__(self, budget: Budget, spec: FeatureSpec, student: ForesightKV | None = None):
+    def __init__(self, budget: Budget, spec: FeatureSpec, actor: AttentionPolicy | None = None):
         super().__init__(budget)
-        self._features, self._student = spec, student
+        self._features, self._actor = spec, actor
         self._seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # layer -> (tokens, sums, alpha) by eviction
 
     @property
     def needs_rotary(self) -> bool:
-        return self._student is not None and self._student.needs_rotary
+        return self._actor is not None and self._actor.needs_rotary
+
+    @property
+    def recent_queries(self) -> int:
+        return 0 if self._actor is None else self._actor.recent_queries
 
     def foresee(self, geometry: Geometry, query: Tensor, key: Tensor) -> Memory:
         memory = super().foresee(geometry, query, key)
-        if self._student is not None:
-            memory |= self._student.new_memory(geometry, key.shape[0], key.device, key.dtype)
+        if self._actor is not None:
+            memory |= self._actor.new_memory(geometry, key.shape[0], key.device, key.dtype)
         return memory
 
+    def slot_statistics(self, geometry: Geometry) -> dict[str, Statistic]:
+        others = {} if self._actor is None else self._actor.slot_statistics(geometry)
+        return super().slot_statistics(geometry) | {ACTOR + name: kept for name, kept in others.items()}
+
+    def begin_interval(self, statistics: dict[str, Tensor]) -> None:
+        own, others = parted(statistics)
+        super().begin_interval(own)
+        if self._actor is not None:
+            self._actor.begin_interval(others)
+
+    def observe(self, seen: Observation) -> None:
+        own, others = parted(seen.statistics)
+        super().observe(replace(seen, statistics=own))
+        if self._actor is not None:
+            self._actor.observe(replace(seen, statistics=others))
+
     def keep_scores(self, held: Held) -> Tensor:
+        own, others = parted(held.statistics)
         alpha = super().keep_scores(held)
         count = int(held.candidates[0, 0].sum())
         oldest = held.positions.masked_fill(~held.candidates, torch.iinfo(held.positions.dtype).max)
         order = oldest.argsort(-1)[..., :count]  # the candidates, in order of position
-        sums = stacked(self._features, held.statistics)
+        sums = stacked(self._features, own)
         parts = tuple(gather_slots(tensor, order) for tensor in (held.positions, sums, alpha))
         self._seen.setdefault(held.geometry.layer, []).append(parts)
-        return alpha if self._student is None else self._student.keep_scores(held)
+        return alpha if self._actor is None else self._actor.keep_scores(replace(held, statistics=others))
 
     def tensors(self) -> dict[str, Tensor]:
         """Of the one row replayed: ``tokens.L`` ``[M, H, C]``, ``sums.L`` ``[M, H, C, K]`` and ``alpha.L``."""
@@ -86,6 +111,12 @@ class Tracing(Watching, Golden):
             tokens, sums, alpha = (torch.cat(parts) for parts in zip(*evictions, strict=True))
             found |= {f"tokens.{layer}": tokens.int(), f"sums.{layer}": sums, f"alpha.{layer}": alpha.float()}
         return found
+
+
+def parted(statistics: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of the features and those of the actor, under the names that each has for them."""
+    others = {name.removeprefix(ACTOR): kept for name, kept in statistics.items() if name.startswith(ACTOR)}
+    return {name: kept for name, kept in statistics.items() if not name.startswith(ACTOR)}, others
 
 
 def stacked(spec: FeatureSpec, kept: dict[str, Tensor]) -> Tensor:
@@ -161,7 +192,7 @@ def harvest(
     budgets: Sequence[Budget],
     folder: str | Path,
     spec: FeatureSpec,
-    student: Scorer | None = None,
+    follow: Scorer | str = "golden",
     storage: str = SPACING,
     progress: Progress | None = None,
 ) -> list[Trace]:
@@ -173,7 +204,8 @@ def harvest(
         budgets: with an interval.
         folder: where shards live; created.
         spec: features that will be read; more are kept, see :func:`collected`.
-        student: whose evictions the trace follows, by its lowest scores; None = golden's.
+        follow: whose evictions the traces follow: "golden", another attention policy that needs no scorer, or a
+            ForesightKV scorer, by its lowest scores.
         storage: of keys, values and sums: "float16", "bfloat16" or "float32".
         progress: called with (stage, done, total).
 
@@ -181,14 +213,15 @@ def harvest(
         One trace per document and budget, document after document.
 
     Raises:
-        ValueError: for an unknown storage, or keys and values that do not fit it.
+        ValueError: for an unknown storage or policy, or keys and values that do not fit it.
     """
     if storage not in STORAGE:
         raise ValueError(f"storage is one of {', '.join(STORAGE)}, not {storage!r}")
     folder, kept = Path(folder), collected(spec)
     folder.mkdir(parents=True, exist_ok=True)
-    actor = "golden" if student is None else student.fingerprint()
-    settings = [model_fingerprint(model), kept.to_json(), storage, actor]
+    require_followed(follow)
+    name_of_it = follow if isinstance(follow, str) else follow.fingerprint()
+    settings = [model_fingerprint(model), kept.to_json(), storage, name_of_it]
     wanted = [(document, ids, budget) for document, ids in documents for budget in budgets]
     traces = []
     for done, (document, ids, budget) in enumerate(wanted):
@@ -197,12 +230,30 @@ def harvest(
         name = f"trace-{digest([*settings, json.dumps(vars(budget))], ids)}.safetensors"
         trace = Trace(document.name, folder / name, budget, kept)
         if not readable(trace.path):
-            acting = None if student is None else ForesightKV(budget, student)
-            _write(trace, _read(model, ids, Tracing(budget, kept, acting), STORAGE[storage]))
+            _write(trace, _read(model, ids, Tracing(budget, kept, acting(budget, follow)), STORAGE[storage]))
         traces.append(trace)
     if progress is not None:
         progress("harvest", len(wanted), len(wanted))
     return traces
+
+
+def require_followed(follow: Scorer | str) -> None:
+    """Raise ValueError for the name of a policy whose evictions a trace cannot follow."""
+    rules = [name for name in policies.names() if _is_rule(name)]
+    if isinstance(follow, str) and follow not in ("golden", *rules):
+        raise ValueError(f"a trace follows golden, {', '.join(rules)}, or a scorer, not {follow!r}")
+
+
+def _is_rule(name: str) -> bool:
+    policy = policies.describe(name)
+    return policy.kind == "attention" and not policy.oracle and not policy.learned
+
+
+def acting(budget: Budget, follow: Scorer | str) -> AttentionPolicy | None:
+    """Who decides in a trace; None = the oracle itself."""
+    if follow == "golden":
+        return None
+    return policies.create(follow, budget) if isinstance(follow, str) else ForesightKV(budget, follow)
 
 
 def _read(model: PreTrainedModel, ids: Tensor, policy: Tracing, storage: torch.dtype) -> dict[str, Tensor]:
