@@ -67,12 +67,18 @@ def test_gap_of_the_seeds_together_stands_beside_each_seed():
 
 def test_learned_policies_are_compared_in_pairs_by_document():
     rows = [*ROWS, *SEEDS[:2]]
-    (found,) = comparisons(rows)
+    found, *others = comparisons(rows)
     assert (found["label"], found["reference"]) == ("kvpop (best), mean of 2 seeds", "kvpop_mlp")
     assert found["difference"] == pytest.approx((1.2 + 1.2 + 1.5 - 1.3 - 1.2 - 1.7) / 3)
     assert found["ci"][0] <= found["difference"] <= found["ci"][1]
     assert found["wins"] == 2
-    assert comparisons(ROWS) == [], "one learned policy has no rival"
+    assert [(record["label"], record["reference"]) for record in others] == [
+        (learned, rule) for learned in ("kvpop_mlp", found["label"]) for rule in ("streaming", "h2o")
+    ]
+    against = {record["reference"]: record for record in comparisons(ROWS)}
+    assert against.keys() == {"streaming", "h2o"}, "one learned policy has no learned rival, and oracles are none"
+    assert against["h2o"]["difference"] == pytest.approx((1.3 + 1.2 + 1.7 - 1.4 - 1.8 - 1.6) / 3)
+    assert against["h2o"]["wins"] == 2
 
 
 def test_table_shows_all_documents_only():

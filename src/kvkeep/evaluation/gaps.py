@@ -85,7 +85,7 @@ def seeds_together(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def comparisons(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Every pair of learned policies, seeds together, over all documents.
+    """Every pair of learned policies, seeds together, over all documents, and every one with every rule.
 
     Args:
         rows: of ``evaluate``.
@@ -97,23 +97,28 @@ def comparisons(rows: Sequence[Mapping[str, Any]], seed: int = 0) -> list[dict[s
     """
     found = []
     for budget in dict.fromkeys(row["budget"] for row in rows):
-        peers = [row for row in rows if row["budget"] == budget and row["kind"] == "all" and role(row) == "learned"]
-        for reference, row in combinations(seeds_together(peers), 2):
-            full = [document["full_loss"] * document["tokens"] for document in row["per_document"]]
-            losses = summed_losses(row), summed_losses(reference)
-            difference = statistics.bootstrap_difference(*losses, full, seed=seed)
-            found.append(
-                {
-                    "budget": budget,
-                    "label": row["label"],
-                    "reference": reference["label"],
-                    "documents": len(full),
-                    "difference": difference.value,
-                    "ci": [difference.low, difference.high],
-                    "wins": sum(mine < its for mine, its in zip(*losses, strict=True)),
-                }
-            )
+        peers = [row for row in rows if row["budget"] == budget and row["kind"] == "all"]
+        learned = seeds_together([row for row in peers if role(row) == "learned"])
+        rules = [row for row in peers if role(row) in ("rule", "baseline")]
+        pairs = [(row, reference) for reference, row in combinations(learned, 2)]
+        pairs += [(row, rule) for row in learned for rule in rules]
+        found += [_compared(budget, row, reference, seed) for row, reference in pairs]
     return found
+
+
+def _compared(budget: int, row: Mapping[str, Any], reference: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    full = [document["full_loss"] * document["tokens"] for document in row["per_document"]]
+    losses = summed_losses(row), summed_losses(reference)
+    difference = statistics.bootstrap_difference(*losses, full, seed=seed)
+    return {
+        "budget": budget,
+        "label": row["label"],
+        "reference": reference["label"],
+        "documents": len(full),
+        "difference": difference.value,
+        "ci": [difference.low, difference.high],
+        "wins": sum(mine < its for mine, its in zip(*losses, strict=True)),
+    }
 
 
 def gap_table(records: Sequence[Mapping[str, Any]]) -> Table:

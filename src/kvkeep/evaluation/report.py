@@ -47,7 +47,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += _gaps(records)
     pairs = comparisons(rows)
     if pairs:
-        lines += ["", "### Learned policies against each other", ""]
+        lines += ["", "### Learned policies against each other and against rules", ""]
         lines += ["Difference of loss ratios, paired by document; below 0 where the first loses less:", ""]
         lines += _pairs(pairs)
     return "\n".join(lines) + "\n"

@@ -10,8 +10,8 @@ Stages
 Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
                    a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
-    ``best``       the default: along the evictions of ``h2o_decayed``; statistics on a log scale and the age, 128 hidden
-                   units, the expected alpha.
+    ``best``       the default: along the evictions of ``h2o_decayed``; statistics on a log scale and the age, 128
+                   hidden units, the expected alpha.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
