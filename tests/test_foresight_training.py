@@ -114,6 +114,20 @@ def test_what_cannot_be_followed_is_named(model, tmp_path, name):
         foresightkv.recipe("best", follow=name)
 
 
+def test_labels_may_be_the_largest_of_a_group(model, tmp_path):
+    ids, budget = random_ids(75)[0], BUDGETS[0]
+    given = [(Text("a"), ids)]
+    found = {}
+    for reduce in ("mean", "max"):
+        (trace,) = harvest(model, given, [budget], tmp_path, FeatureSpec(), follow="h2o_decayed", head_reduce=reduce)
+        found[reduce] = load_file(trace.path)
+    assert torch.equal(found["mean"]["tokens.0"], found["max"]["tokens.0"]), "the same evictions"
+    assert (found["max"]["alpha.0"] >= found["mean"]["alpha.0"]).all()
+    assert (found["max"]["alpha.0"] > found["mean"]["alpha.0"]).any()
+    with pytest.raises(ValueError, match="mean or max, not 'log_mean'"):
+        foresightkv.recipe("best", head_reduce="log_mean")
+
+
 def test_traces_are_read_once(model, tmp_path, monkeypatch):
     given = texts(3)
     first = harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec())

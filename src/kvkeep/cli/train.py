@@ -54,7 +54,10 @@ def run(
         typer.Option("--loss", help="intensity, regression or boundary; of foresightkv ranking, regression, tweedie."),
     ] = None,
     decay: Annotated[str | None, typer.Option("--decay", help="fitted, calibrated, learned or off.")] = None,
-    group: Annotated[str | None, typer.Option("--group", help="Target over a group: max, mean_log, log_mean.")] = None,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", help="Target over a group: max, mean_log, log_mean; of foresightkv max or mean."),
+    ] = None,
     delay: Annotated[bool, typer.Option(help="kvpop reads its memory when a token leaves, or when it enters.")] = True,
     features: Annotated[
         int | None, typer.Option("--features", min=1, help="Of kvpop's memory; as many as cost 8 % of the budget.")
@@ -106,7 +109,8 @@ def run(
     timing = {"evaluate_every": evaluate_every}
     fitted = {"hidden": hidden, "loss": loss, "patience": patience} | timing
     if asked.foresees:
-        fitted |= {"lr": lr, "follow": follow, "rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
+        fitted |= {"lr": lr, "follow": follow, "head_reduce": group}
+        fitted |= {"rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
         job = foresight.job(bounds, interval, at_rest, preset, steps, asked.stage, start, inputs, fitted)
     else:
         fitted |= {"decay": decay, "group": group, "options": _memory(delay, features)}

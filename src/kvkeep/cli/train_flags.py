@@ -92,7 +92,8 @@ RULES = (
         "--stage sft, since a later stage keeps what the scorer of --start has",
         lambda asked: asked.stage == "sft",
     ),
-    Rule("decay group", "kvpop and kvpop_mlp", lambda asked: asked.method in kvpop.METHODS),
+    Rule("decay", "kvpop and kvpop_mlp", lambda asked: asked.method in kvpop.METHODS),
+    Rule("group", "a scorer that is fitted to attention", lambda asked: asked.scored and asked.stage != "rl"),
     Rule("delay features", "the memory of kvpop", lambda asked: asked.method == "kvpop"),
     Rule(
         "start",

@@ -53,9 +53,10 @@ class Recipe:
         storage: of harvested keys, values and sums.
         follow: whose evictions the traces of stage "sft" follow: "golden", the paper's, or an attention policy without
             a scorer.
+        head_reduce: of the query heads of a group in golden's labels: "mean", the paper's, or "max".
 
     Raises:
-        ValueError: for a policy that cannot be followed.
+        ValueError: for a policy that cannot be followed, or another reduction.
     """
 
     preset: str = "best"
@@ -66,9 +67,12 @@ class Recipe:
     held_out: float = 0.1
     storage: str = SPACING
     follow: str = "h2o_decayed"
+    head_reduce: str = "mean"
 
     def __post_init__(self):
         require_followed(self.follow)
+        if self.head_reduce not in ("mean", "max"):
+            raise ValueError(f"the group of a foresightkv scorer is mean or max, not {self.head_reduce!r}")
 
 
 PRESETS = {
@@ -189,12 +193,13 @@ def train(
     else:
         folder = run / "shards" if shards is None else Path(shards)
         reading = {"spec": scorer.layer(scorer.geometry[0].index).features, "storage": settings.storage}
+        reading |= {"head_reduce": settings.head_reduce, "progress": progress}
         traces = [
-            harvest(model, part, scorer.budgets, folder, follow=settings.follow, progress=progress, **reading)
+            harvest(model, part, scorer.budgets, folder, follow=settings.follow, **reading)
             for part in (documents[:cut], documents[cut:])
         ]
         if start is not None:
-            own = harvest(model, documents[:cut], scorer.budgets, folder, follow=start, progress=progress, **reading)
+            own = harvest(model, documents[:cut], scorer.budgets, folder, follow=start, **reading)
             traces[0] += own
         fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=start is None, **shared)
         found, steps, counted = fit.run(), fit.step, {"traces": len(traces[1])}

@@ -56,10 +56,13 @@ class Tracing(Watching, Golden):
         budget: as the scorer's.
         spec: whose sums are kept.
         actor: decides instead of the oracle.
+        head_reduce: of golden's labels.
     """
 
-    def __init__(self, budget: Budget, spec: FeatureSpec, actor: AttentionPolicy | None = None):
-        super().__init__(budget)
+    def __init__(
+        self, budget: Budget, spec: FeatureSpec, actor: AttentionPolicy | None = None, head_reduce: str = "mean"
+    ):
+        super().__init__(budget, head_reduce=head_reduce)
         self._features, self._actor = spec, actor
         self._seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}  # layer -> (tokens, sums, alpha) by eviction
 
@@ -193,6 +196,7 @@ def harvest(
     folder: str | Path,
     spec: FeatureSpec,
     follow: Scorer | str = "golden",
+    head_reduce: str = "mean",
     storage: str = SPACING,
     progress: Progress | None = None,
 ) -> list[Trace]:
@@ -206,6 +210,7 @@ def harvest(
         spec: features that will be read; more are kept, see :func:`collected`.
         follow: whose evictions the traces follow: "golden", another attention policy that needs no scorer, or a
             ForesightKV scorer, by its lowest scores.
+        head_reduce: alpha is the "mean" of the query heads of a group, as in the paper, or their "max".
         storage: of keys, values and sums: "float16", "bfloat16" or "float32".
         progress: called with (stage, done, total).
 
@@ -213,7 +218,7 @@ def harvest(
         One trace per document and budget, document after document.
 
     Raises:
-        ValueError: for an unknown storage or policy, or keys and values that do not fit it.
+        ValueError: for an unknown storage, policy or reduction, or keys and values that do not fit it.
     """
     if storage not in STORAGE:
         raise ValueError(f"storage is one of {', '.join(STORAGE)}, not {storage!r}")
@@ -221,7 +226,7 @@ def harvest(
     folder.mkdir(parents=True, exist_ok=True)
     require_followed(follow)
     name_of_it = follow if isinstance(follow, str) else follow.fingerprint()
-    settings = [model_fingerprint(model), kept.to_json(), storage, name_of_it]
+    settings = [model_fingerprint(model), kept.to_json(), storage, name_of_it, head_reduce]
     wanted = [(document, ids, budget) for document, ids in documents for budget in budgets]
     traces = []
     for done, (document, ids, budget) in enumerate(wanted):
@@ -230,7 +235,8 @@ def harvest(
         name = f"trace-{digest([*settings, json.dumps(vars(budget))], ids)}.safetensors"
         trace = Trace(document.name, folder / name, budget, kept)
         if not readable(trace.path):
-            _write(trace, _read(model, ids, Tracing(budget, kept, acting(budget, follow)), STORAGE[storage]))
+            policy = Tracing(budget, kept, acting(budget, follow), head_reduce)
+            _write(trace, _read(model, ids, policy, STORAGE[storage]))
         traces.append(trace)
     if progress is not None:
         progress("harvest", len(wanted), len(wanted))
