@@ -151,6 +151,7 @@ VALUES = {
     "stage": "dagger",
     "inputs": "kv",
     "follow": "snapkv",
+    "window": "8",
     "interval": "8",
     "rollout": "trace",
     "group_size": "4",
@@ -180,8 +181,8 @@ SITUATIONS = {
 MEANT = {  # what does mean something, of all that stands in a rule
     "kvpop on a frozen backbone": "preset hidden loss decay group delay features start patience shards half",
     "kvpop_mlp on a frozen backbone": "preset hidden loss decay group patience shards half",
-    "the sft stage of foresightkv": "preset hidden loss group stage inputs follow interval at_rest patience "
-    "shards half start",
+    "the sft stage of foresightkv": "preset hidden loss group stage inputs follow interval window at_rest "
+    "patience shards half start",
     "the dagger stage of foresightkv": "preset loss group stage interval at_rest patience shards half start",
     "the rl stage of foresightkv": "preset stage interval at_rest rollout group_size reward beta patience half start",
     "streaming, a rule": "kl packing checkpointing compute shards",

@@ -95,7 +95,7 @@ def test_a_trace_follows_golden_and_holds_its_labels(model, tmp_path):
 @pytest.mark.parametrize("rule", ["h2o_decayed", "snapkv", "rkv", "expected_attention", "tova"])
 def test_a_trace_follows_a_rule(model, tmp_path, rule):
     """The states that are labelled are those that the rule reaches, also of one that keeps statistics and queries."""
-    ids, budget = random_ids(75)[0], BUDGETS[0]
+    ids, budget = random_ids(75)[0], kvkeep.policies.budget(rule, 20, interval=4)
     (trace,) = harvest(model, [(Text("a"), ids)], [budget], tmp_path, FeatureSpec(), follow=rule, storage="float32")
     gone = kvkeep.replay(model, ids[None], kvkeep.policies.create(rule, budget)).evicted_at
     tensors, tokens = load_file(trace.path), torch.arange(75)
@@ -104,6 +104,20 @@ def test_a_trace_follows_a_rule(model, tmp_path, rule):
             query = budget.slots + eviction * budget.interval
             candidates = (gone[layer][0] >= query) & (tokens < query - budget.window) & (tokens >= budget.sinks)
             assert torch.equal(candidates.nonzero()[:, 1].view(2, -1), held)
+
+
+def test_a_rule_protects_its_own_window_in_a_trace_that_labels_more(model, tmp_path):
+    """With a window of 3 the oracle labels 5 tokens more than the rule, whose window is an interval, would give up."""
+    narrow = kvkeep.Budget(sinks=0, window=3, topk=21, interval=8)
+    usual = kvkeep.policies.budget("h2o_decayed", narrow.slots, interval=8)
+    assert (usual.window, usual.rest) == (8, narrow.rest)
+    found = {}
+    for budget in (narrow, usual):
+        given = [(Text("a"), random_ids(75)[0])]
+        (trace,) = harvest(model, given, [budget], tmp_path, FeatureSpec(), follow="h2o_decayed", storage="float32")
+        found[budget.window] = load_file(trace.path)["tokens.0"]
+    assert found[3].shape[-1] == found[8].shape[-1] + 5
+    assert torch.equal(found[3][..., :-5], found[8]), "the same tokens are held, and the next five are looked at too"
 
 
 @pytest.mark.parametrize("name", ["kvpop_mlp", "future_mass", "random", "nonsense"])

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 import kvkeep
 from all_policies import ENTRY, LEARNED, label, make, random_scorer
 from kvkeep import Budget, policies, scorers
+from kvkeep.evaluation.contenders import Contender
 from kvkeep.lifetimes import visible
 from kvkeep.policies.base import Geometry, Step
 from reference import masked_forward
@@ -271,3 +272,22 @@ def test_policies_apply_the_factor_of_their_budget(name):
     scorer.set_decay({layer: 4 * log_gamma for layer, log_gamma in unit.items()})
     assert torch.equal(by_budget, lifetimes())
     assert not torch.equal(by_budget, once)
+
+
+def test_a_window_that_a_scorer_was_trained_with_goes_with_it():
+    """Of a number of slots; a budget is obeyed as given."""
+    config = tiny_model().config
+    narrow = scorers.new("foresightkv", config, [64, 128], window=4)
+    assert narrow.budgets == (Budget(0, 4, 44, 16), Budget(0, 4, 92, 32))
+    assert policies.create("foresightkv", 96, scorer=narrow).budget == Budget(0, 4, 68, 24)
+    assert Contender("foresightkv", scorer=narrow).policy(64).budget == Budget(0, 4, 44, 16)
+    assert Contender("foresightkv", overrides={"window": 9}, scorer=narrow).policy(64).budget == Budget(0, 9, 39, 16)
+    given = Budget(0, 9, 39, 16)
+    assert policies.create("foresightkv", given, scorer=narrow).budget == given
+    usual = scorers.new("foresightkv", config, 64)
+    assert usual.budgets == (Budget(0, 16, 32, 16),)
+    assert policies.create("foresightkv", 64, scorer=usual).budget == usual.budgets[0]
+    with pytest.raises(ValueError, match="window must be at least 0, not -1"):
+        scorers.new("foresightkv", config, 64, window=-1)
+    with pytest.raises(ValueError, match="64 slots must be above window 48 \\+ interval 16"):
+        scorers.new("foresightkv", config, 64, window=48)

@@ -56,6 +56,7 @@ FollowFlag = Annotated[
 def job(
     bounds: Sequence[int],
     interval: int | None,
+    window: int | None,
     at_rest: bool,
     preset: str,
     steps: int | None,
@@ -67,7 +68,7 @@ def job(
     """What to do with a model, documents and a place for the result.
 
     Args:
-        bounds, interval, at_rest: what ``--budgets`` means, split as `kvkeep evaluate` does.
+        bounds, interval, window, at_rest: what ``--budgets`` means, split as `kvkeep evaluate` does.
         preset, steps, stage, start, inputs: of the flags of these names.
         fitted: fields of the recipe, None where a flag was not given.
 
@@ -75,9 +76,10 @@ def job(
         ValueError: for an unknown preset, a value that a recipe does not take, or a stage without its scorer.
     """
     features = None if inputs is None else INPUTS[inputs.value]
-    settings = foresightkv.recipe(preset, steps, stage, features=features, **fitted)
+    settings = foresightkv.recipe(preset, steps, stage, features=features, window=window, **fitted)
     begun = start_from(stage, start)
-    budgets = [split_budget(foresightkv.METHOD, bound, at_rest, {"interval": interval}) for bound in bounds]
+    parts = {"interval": interval, "window": settings.window if begun is None else begun.options["window"]}
+    budgets = [split_budget(foresightkv.METHOD, bound, at_rest, parts) for bound in bounds]
     return partial(run, budgets=budgets, settings=settings, stage=stage, start=begun)
 
 

@@ -74,6 +74,7 @@ def run(
     reward: foresight.RewardFlag = None,
     beta: foresight.BetaFlag = None,
     interval: common.IntervalFlag = None,
+    window: common.WindowFlag = None,
     at_rest: common.AtRestFlag = False,
     backbone: tune.BackboneFlag = tune.Backbone.frozen,
     scorer: tune.ScorerFlag = None,
@@ -111,7 +112,7 @@ def run(
     if asked.foresees:
         fitted |= {"lr": lr, "follow": follow, "head_reduce": group}
         fitted |= {"rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
-        job = foresight.job(bounds, interval, at_rest, preset, steps, asked.stage, start, inputs, fitted)
+        job = foresight.job(bounds, interval, window, at_rest, preset, steps, asked.stage, start, inputs, fitted)
     else:
         fitted |= {"decay": decay, "group": group, "options": _memory(delay, features)}
         if asked.tuned:

@@ -75,7 +75,7 @@ RULES = (
     ),
     Rule("scorer train_scorer half", "a method that has a scorer", lambda asked: asked.scored),
     Rule(
-        "stage inputs follow interval at_rest rollout group_size reward beta",
+        "stage inputs follow interval window at_rest rollout group_size reward beta",
         "foresightkv, which decides every interval",
         lambda asked: asked.foresees,
     ),
@@ -88,7 +88,7 @@ RULES = (
         lambda asked: asked.stage == "sft",
     ),
     Rule(
-        "inputs hidden",
+        "inputs hidden window",
         "--stage sft, since a later stage keeps what the scorer of --start has",
         lambda asked: asked.stage == "sft",
     ),

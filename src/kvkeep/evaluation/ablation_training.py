@@ -11,10 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvkeep import scorers
-from kvkeep.budget import Budget
 from kvkeep.evaluation import documents
 from kvkeep.evaluation.ablation_variants import Experiment, Variant
-from kvkeep.evaluation.contenders import split_budget
 from kvkeep.evaluation.store import key
 from kvkeep.lifetimes import chance_recall, recall
 from kvkeep.training import foresightkv, kvpop
@@ -25,11 +23,6 @@ from kvkeep.training.state import jsonable
 from kvkeep.training.traces import harvest as harvest_traces
 
 Told = Callable[[str, int, int], None]
-
-
-def _budget(experiment: Experiment, variant: Variant) -> Budget | int:
-    """What a variant is trained for; the memory of a KVpop scorer is charged where it is made."""
-    return split_budget(variant.method, experiment.budget) if variant.foreseeing else experiment.budget
 
 
 def require_trainable(experiment: Experiment, model: PreTrainedModel, train: Texts, test: Texts) -> None:
@@ -49,8 +42,8 @@ def require_trainable(experiment: Experiment, model: PreTrainedModel, train: Tex
                 f"{len(train)} of {experiment.length} tokens"
             )
         recipe = variant.recipe(experiment.steps, experiment.calibrate_on)
-        options = {"features": recipe.features} if variant.foreseeing else recipe.options
-        scorers.new(variant.method, model.config, [_budget(experiment, variant)], hidden=recipe.hidden, **options)
+        options = {"features": recipe.features, "window": recipe.window} if variant.foreseeing else recipe.options
+        scorers.new(variant.method, model.config, [experiment.budget], hidden=recipe.hidden, **options)
 
 
 def place(experiment: Experiment, variant: Variant, seed: int, model: PreTrainedModel, train: Texts) -> str:
@@ -88,7 +81,7 @@ def trained(
             "shards": shards,
             "progress": lambda stage, done, total: told(f"{variant.title(seed)}: {stage}", done, total),
         }
-        given = (model, documents.in_turn(train, variant.documents), [_budget(experiment, variant)], folder, recipe)
+        given = (model, documents.in_turn(train, variant.documents), [experiment.budget], folder, recipe)
         if not variant.foreseeing:
             kvpop.train(variant.method, *given, **shared)
         elif variant.stage == "sft":

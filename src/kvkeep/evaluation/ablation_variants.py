@@ -129,6 +129,7 @@ FORESIGHT = tuple(
                 _foresight("best"),
                 _foresight("published", preset="published"),
                 _foresight("along golden", follow="golden"),
+                _foresight("window 32", window=32),
                 _foresight("no log, no age", features=FeatureSpec.paper()),
                 _foresight("no age", features=FeatureSpec(normalize="log")),
                 _foresight("hidden 16", hidden=16),

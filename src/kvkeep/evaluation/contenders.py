@@ -97,7 +97,7 @@ class Contender:
         """A fresh policy at a budget of `tokens`."""
         parts = dict(self.overrides)
         if policies.describe(self.name).learned and self.scorer is not None:
-            parts["state_entries"] = self.scorer.state_entries  # what its memory costs, in tokens
+            parts = self.scorer.parts | {part: size for part, size in parts.items() if size is not None}
         budget = split_budget(self.name, tokens, self.at_rest, parts)
         return policies.create(self.name, budget, scorer=self.scorer, **self.options)
 

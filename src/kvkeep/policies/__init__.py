@@ -85,7 +85,8 @@ def create(name: str, budget_or_slots: Budget | int | None = None, scorer=None, 
     Args:
         name: a registered policy.
         budget_or_slots: a :class:`~kvkeep.Budget`, obeyed as given, or a number of slots, split by the policy's
-            defaults; a learned policy then pays for its scorer's memory out of top-k. Not needed for ``full``.
+            defaults and what its scorer was trained with; the memory of a scorer costs top-k places. Not needed for
+            ``full``.
         scorer: of a learned policy, from :func:`kvkeep.load_scorer` or :func:`kvkeep.scorers.new`; None for a rule.
         options: the policy's own, see its class; and ``protect``, how many of the newest tokens may not go, which is
             the budget's window under the name that other libraries use (top-k gives or takes the difference).
@@ -105,8 +106,7 @@ def create(name: str, budget_or_slots: Budget | int | None = None, scorer=None, 
         raise ValueError(f"policy {name!r} needs a budget: a kvkeep.Budget or a number of slots")
     split = budget_or_slots if isinstance(budget_or_slots, Budget) else None
     if split is None and budget_or_slots is not None:
-        charged = {"state_entries": scorer.state_entries} if method.learned else {}
-        split = budget(name, budget_or_slots, **charged)
+        split = budget(name, budget_or_slots, **(scorer.parts if method.learned else {}))
     if protect is not None and split is not None:
         split = replace(split, window=protect, topk=split.topk + split.window - protect)
     _check_kind(method, split)

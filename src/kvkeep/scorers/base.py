@@ -76,8 +76,12 @@ class LayerScorer(nn.Module):
         return 2 * shape.head_dim
 
     @classmethod
-    def split(cls, slots: int) -> Budget:
+    def split(cls, slots: int, options) -> Budget:
         """The budget that a number of slots means by default: 4 sinks, a window of 32 (256 from 2,048 slots on).
+
+        Args:
+            slots: the hard bound.
+            options: an ``Options``.
 
         Raises:
             ScorerError: naming the numbers, where nothing is left.
@@ -87,6 +91,11 @@ class LayerScorer(nn.Module):
             parts = f"sinks {sinks} + window {window} = {sinks + window}"
             raise ScorerError(f"a budget of {slots} slots must be above {parts}")
         return Budget(sinks=sinks, window=window, topk=slots - sinks - window)
+
+    @classmethod
+    def parts(cls, options) -> dict[str, int]:
+        """Parts of a budget that belong to the scorer, because it was trained with them; none by default."""
+        return {}
 
     @classmethod
     def complete(cls, options, layout: Layout, room: float, window: int):
@@ -216,6 +225,12 @@ class Scorer(nn.Module):
     def geometry(self) -> tuple[LayerShape, ...]:
         """The bounded layers: index, KV heads, query heads, head size."""
         return self.layout.bounded
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Parts of a budget that follow from the scorer, as :func:`kvkeep.policies.budget` takes them."""
+        layer = self.layer(self.geometry[0].index)
+        return {"state_entries": self.state_entries} | layer.parts(layer.options)
 
     @property
     def stateful(self) -> bool:

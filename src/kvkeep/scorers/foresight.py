@@ -24,17 +24,21 @@ class ForesightOptions:
     Args:
         hidden: width; the paper's is 16.
         features: what it reads, a :class:`~kvkeep.scorers.features.FeatureSpec` or its JSON.
+        window: newest tokens that may not go; None = an interval, the paper's.
 
     Raises:
-        ScorerError: for a width below 1, or features that this version does not have.
+        ScorerError: for a width below 1, a window below 0, or features that this version does not have.
     """
 
     hidden: int = 16
     features: FeatureSpec = field(default_factory=FeatureSpec)
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.hidden < 1:
             raise ScorerError(f"hidden must be at least 1, not {self.hidden}")
+        if self.window is not None and self.window < 0:
+            raise ScorerError(f"window must be at least 0, not {self.window}")
         if isinstance(self.features, Mapping):
             object.__setattr__(self, "features", FeatureSpec.from_json(self.features))
         if not isinstance(self.features, FeatureSpec):
@@ -65,12 +69,17 @@ class Foresight(LayerScorer):
         return options.features.width(shape.head_dim, shape.query_heads // shape.kv_heads)
 
     @classmethod
-    def split(cls, slots: int) -> Budget:
-        """The default of an attention policy that is evicted every quarter of its slots, which are protected."""
+    def split(cls, slots: int, options: ForesightOptions) -> Budget:
+        """The default of an attention policy that is evicted every quarter of its slots."""
         interval = max(slots // 4, 1)
-        if slots <= 2 * interval:
-            raise ScorerError(f"a budget of {slots} slots must be above window {interval} + interval {interval}")
-        return Budget(sinks=0, window=interval, topk=slots - 2 * interval, interval=interval)
+        window = interval if options.window is None else options.window
+        if slots <= window + interval:
+            raise ScorerError(f"a budget of {slots} slots must be above window {window} + interval {interval}")
+        return Budget(sinks=0, window=window, topk=slots - window - interval, interval=interval)
+
+    @classmethod
+    def parts(cls, options: ForesightOptions) -> dict[str, int]:
+        return {} if options.window is None else {"window": options.window}
 
     @property
     def features(self) -> FeatureSpec:

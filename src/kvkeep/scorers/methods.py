@@ -77,10 +77,11 @@ def new(
     if not given:
         raise ScorerError("a scorer needs a budget to be made for")
     bounds = [None if isinstance(one, Budget) else _slots(one) for one in given]
-    budgets = [one if bound is None else kind.split(bound) for one, bound in zip(given, bounds, strict=True)]
+    made = make_options(name, options)
+    budgets = [one if bound is None else kind.split(bound, made) for one, bound in zip(given, bounds, strict=True)]
     room = min(one.slots / (1 - SHARE) if bound is None else bound for one, bound in zip(budgets, bounds, strict=True))
     window = max(one.window for one in budgets)
-    complete = kind.complete(make_options(name, options), layout, room, window)
+    complete = kind.complete(made, layout, room, window)
     scorer = Scorer(kind, layout, complete, budgets, state_entries, decay_step, seed)
     scorer.budgets = tuple(
         one if bound is None else charge(one, scorer.state_entries) for one, bound in zip(budgets, bounds, strict=True)

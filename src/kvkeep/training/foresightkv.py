@@ -10,8 +10,8 @@ Stages
 Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
                    a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
-    ``best``       the default: along the evictions of ``h2o_decayed``; statistics on a log scale and the age, 128
-                   hidden units, the expected alpha.
+    ``best``       the default: along the evictions of ``h2o_decayed``; all but the 8 newest may go; statistics on a log
+                   scale and the age, 64 hidden units, the expected alpha.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
@@ -53,6 +53,7 @@ class Recipe:
         storage: of harvested keys, values and sums.
         follow: whose evictions the traces of stage "sft" follow: "golden", the paper's, or an attention policy without
             a scorer.
+        window: newest tokens that may not go; None = an interval, the paper's.
         head_reduce: of the query heads of a group in golden's labels: "mean", the paper's, or "max".
 
     Raises:
@@ -62,11 +63,12 @@ class Recipe:
     preset: str = "best"
     schedule: Schedule = field(default_factory=Schedule)
     reinforcement: reinforce.Schedule = field(default_factory=reinforce.Schedule)
-    hidden: int = 128
+    hidden: int = 64
     features: FeatureSpec = field(default_factory=FeatureSpec.best)
     held_out: float = 0.1
     storage: str = SPACING
     follow: str = "h2o_decayed"
+    window: int | None = 8
     head_reduce: str = "mean"
 
     def __post_init__(self):
@@ -83,6 +85,7 @@ PRESETS = {
         hidden=16,
         features=FeatureSpec.paper(),
         follow="golden",
+        window=None,
     ),
     "mini": Recipe(
         preset="mini",
@@ -226,7 +229,7 @@ def train(
 def _fresh(model, budgets, settings: Recipe, seed: int, start: scorers.Scorer | None) -> scorers.Scorer:
     """A new scorer, or one that begins as another."""
     if start is None:
-        options = {"hidden": settings.hidden, "features": settings.features}
+        options = {"hidden": settings.hidden, "features": settings.features, "window": settings.window}
         return scorers.new(METHOD, model.config, list(budgets), seed=seed, **options)
     if start.method != METHOD:
         raise ValueError(f"later stages go on from a {METHOD} scorer, not a {start.method} scorer")

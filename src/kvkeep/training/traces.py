@@ -55,7 +55,7 @@ class Tracing(Watching, Golden):
     Args:
         budget: as the scorer's.
         spec: whose sums are kept.
-        actor: decides instead of the oracle.
+        actor: decides instead of the oracle; what its own budget protects stays, even if it is labelled.
         head_reduce: of golden's labels.
     """
 
@@ -105,7 +105,12 @@ class Tracing(Watching, Golden):
         sums = stacked(self._features, own)
         parts = tuple(gather_slots(tensor, order) for tensor in (held.positions, sums, alpha))
         self._seen.setdefault(held.geometry.layer, []).append(parts)
-        return alpha if self._actor is None else self._actor.keep_scores(replace(held, statistics=others))
+        if self._actor is None:
+            return alpha
+        scores = self._actor.keep_scores(replace(held, statistics=others))
+        mine = self._actor.budget
+        protected = (held.positions < mine.sinks) | (held.positions >= held.query_index - mine.window)
+        return torch.where(protected, scores.amax(-1, keepdim=True) + 1, scores)
 
     def tensors(self) -> dict[str, Tensor]:
         """Of the one row replayed: ``tokens.L`` ``[M, H, C]``, ``sums.L`` ``[M, H, C, K]`` and ``alpha.L``."""
@@ -256,10 +261,12 @@ def _is_rule(name: str) -> bool:
 
 
 def acting(budget: Budget, follow: Scorer | str) -> AttentionPolicy | None:
-    """Who decides in a trace; None = the oracle itself."""
+    """Who decides in a trace, a rule with its usual sinks and window; None = the oracle itself."""
     if follow == "golden":
         return None
-    return policies.create(follow, budget) if isinstance(follow, str) else ForesightKV(budget, follow)
+    if not isinstance(follow, str):
+        return ForesightKV(budget, follow)
+    return policies.create(follow, policies.budget(follow, budget.slots, interval=budget.interval))
 
 
 def _read(model: PreTrainedModel, ids: Tensor, policy: Tracing, storage: torch.dtype) -> dict[str, Tensor]:
