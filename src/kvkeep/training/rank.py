@@ -43,7 +43,7 @@ class Schedule:
     """
 
     loss: str = "tweedie"
-    steps: int = 600
+    steps: int = 400
     batch: int = 8
     evictions: int | None = 4
     margin: float = 0.01
