@@ -79,7 +79,7 @@ def test_a_killed_evaluation_goes_on_and_ends_the_same(folder, texts, tmp_path):
 def test_the_demo_shows_both_and_measures():
     code, out, err = finished("demo")
     assert code == 0, err
-    for name in ("full", "streaming", "h2o_decayed", "kvpop_mlp", "kvpop", "golden"):
+    for name in ("full", "streaming", "h2o_decayed", "kvpop_mlp", "kvpop", "foresightkv", "golden"):
         assert name in out
     assert out.count("tokens/s") >= 2
     assert out.count("Pepper") >= 3, "said, remembered with the full cache, and with a trained scorer in half of it"

@@ -26,7 +26,7 @@ QUESTION = "Marta's black cat is called"
 PAGE_CHARACTERS = 1400  # of a novel, between the fact and the question
 
 MEASURED = ("full", "random", "streaming", "tova", "h2o", "h2o_decayed", "snapkv", "rkv", "expected_attention")
-LEARNED = ("kvpop_mlp", "kvpop")  # with the scorers that come with the package
+LEARNED = ("kvpop_mlp", "kvpop", "foresightkv")  # with the scorers that come with the package
 ORACLE = "golden"
 LENGTH = 512
 DOCUMENTS = 4  # one of each kind
