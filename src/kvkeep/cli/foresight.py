@@ -49,7 +49,9 @@ InputsFlag = Annotated[
 
 FollowFlag = Annotated[
     str | None,
-    typer.Option("--follow", help="Of sft: whose evictions are labelled, golden's (the paper) or a rule's (best)."),
+    typer.Option(
+        "--follow", help="Of sft, and beside its own of dagger: whose evictions are labelled, golden's or a rule's."
+    ),
 ]
 
 

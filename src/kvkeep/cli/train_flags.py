@@ -81,12 +81,7 @@ RULES = (
     ),
     Rule("rollout group_size reward beta", "--stage rl", lambda asked: asked.stage == "rl"),
     Rule("loss", "the stages before rl, which has a --reward", lambda asked: asked.stage != "rl"),
-    Rule("shards", "the stages before rl, which reads no traces", lambda asked: asked.stage != "rl"),
-    Rule(
-        "follow",
-        "--stage sft: a later stage follows its own scorer",
-        lambda asked: asked.stage == "sft",
-    ),
+    Rule("shards follow", "the stages before rl, which reads no traces", lambda asked: asked.stage != "rl"),
     Rule(
         "inputs hidden window",
         "--stage sft, since a later stage keeps what the scorer of --start has",

@@ -51,8 +51,8 @@ class Recipe:
         features: what it reads.
         held_out: share of the documents kept for held-out evaluation and early stop.
         storage: of harvested keys, values and sums.
-        follow: whose evictions the traces of stage "sft" follow: "golden", the paper's, or an attention policy without
-            a scorer.
+        follow: whose evictions the traces of stage "sft" follow, and of "dagger" those beside the scorer's own:
+            "golden", the paper's, or an attention policy without a scorer.
         window: newest tokens that may not go; None = an interval, the paper's.
         head_reduce: of the query heads of a group in golden's labels: "mean", the paper's, or "max".
 

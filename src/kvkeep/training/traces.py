@@ -36,6 +36,7 @@ from kvkeep.training.harvest import STORAGE, digest, readable
 from kvkeep.training.loop import Progress
 
 SPACING = "float16"  # of keys, values and sums on disk
+ACTOR = "actor."  # what its statistics are called beside those of the features
 
 
 def collected(spec: FeatureSpec) -> FeatureSpec:
@@ -44,9 +45,6 @@ def collected(spec: FeatureSpec) -> FeatureSpec:
     windows = (*usual, *(width for width in spec.windows if width not in usual))
     decay = 0.9 if spec.decay is None else spec.decay
     return FeatureSpec(extremes=True, windows=windows, cumulative=True, decay=decay)
-
-
-ACTOR = "actor."  # what its statistics are called beside those of the features
 
 
 class Tracing(Watching, Golden):
@@ -230,8 +228,8 @@ def harvest(
     folder, kept = Path(folder), collected(spec)
     folder.mkdir(parents=True, exist_ok=True)
     require_followed(follow)
-    name_of_it = follow if isinstance(follow, str) else follow.fingerprint()
-    settings = [model_fingerprint(model), kept.to_json(), storage, name_of_it, head_reduce]
+    followed = follow if isinstance(follow, str) else follow.fingerprint()
+    settings = [model_fingerprint(model), kept.to_json(), storage, followed, head_reduce]
     wanted = [(document, ids, budget) for document, ids in documents for budget in budgets]
     traces = []
     for done, (document, ids, budget) in enumerate(wanted):
