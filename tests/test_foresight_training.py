@@ -145,7 +145,7 @@ def test_labels_may_be_the_largest_of_a_group(model, tmp_path):
 def test_traces_are_read_once(model, tmp_path, monkeypatch):
     given = texts(3)
     first = harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec())
-    monkeypatch.setattr("kvkeep.training.traces.replay", None)
+    monkeypatch.setattr("kvkeep.training.traces.hidden_states", None)
     assert harvest(model, given, BUDGETS[:1], tmp_path, FeatureSpec.best()) == first, "other features, the same sums"
     monkeypatch.undo()
     student = random_scorer("foresightkv", model.config, BUDGETS[0])

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from kvkeep.attention_mass import attention_by_age, future_attention
 from kvkeep.policies.base import Geometry, Policy
 from kvkeep.policies.full import Full
-from kvkeep.runtime.replay import replay
+from kvkeep.runtime.replay import hidden_states
 from kvkeep.scorers import model_fingerprint
 from kvkeep.sparse_attention import live_lse
 from kvkeep.training.losses import age_edges, age_ranges
@@ -171,7 +171,7 @@ def _read(
             mass = attention_by_age(query, key, window, edges, group, scaling=geometry.scaling, lse=lse)
             tensors[f"ages.{geometry.layer}"] = mass[0].half().contiguous()
 
-    replay(model, ids.reshape(1, -1).to(model.device), policy, observe=observe)
+    hidden_states(model, ids.reshape(1, -1).to(model.device), policy, observe=observe)  # no logits are needed
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 

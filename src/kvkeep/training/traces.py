@@ -28,7 +28,7 @@ from kvkeep.budget import Budget
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Memory, Observation, Rotary, Statistic
 from kvkeep.policies.foresightkv import ForesightKV, Watching
 from kvkeep.policies.golden import Golden
-from kvkeep.runtime.replay import replay
+from kvkeep.runtime.replay import hidden_states
 from kvkeep.scorers import Scorer, model_fingerprint
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.slots import gather_slots
@@ -273,7 +273,7 @@ def _read(model: PreTrainedModel, ids: Tensor, policy: Tracing, storage: torch.d
     def observe(geometry: Geometry, query: Tensor, key: Tensor, value: Tensor, evicted_at: Tensor) -> None:
         tensors[f"key.{geometry.layer}"], tensors[f"value.{geometry.layer}"] = key[0], value[0]
 
-    replay(model, ids.reshape(1, -1).to(model.device), policy, observe=observe)
+    hidden_states(model, ids.reshape(1, -1).to(model.device), policy, observe=observe)  # no logits are needed
     tensors |= policy.tensors()
     for name, tensor in tensors.items():
         if name.startswith(("key.", "value.", "sums.")):
