@@ -45,7 +45,7 @@ def run(
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More files for --data.")] = None,
     model: common.ModelFlag = common.DEFAULT_MODEL,
     policy_names: Annotated[
-        str, typer.Option("--policies", help="Names, a,b:option=value,c; all: that need no scorer.")
+        str, typer.Option("--policies", help="Names, a,b:option=value,c:interval=16; all: that need no scorer.")
     ] = "all",
     budgets: Annotated[str, typer.Option("--budgets", help="Tokens per KV head, like 128,256.")] = "128",
     length: Annotated[int, typer.Option("--length", min=3, help="Tokens of every document.")] = 1024,
