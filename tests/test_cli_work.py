@@ -183,7 +183,8 @@ MEANT = {  # what does mean something, of all that stands in a rule
     "kvpop_mlp on a frozen backbone": "preset hidden loss decay group patience shards half",
     "the sft stage of foresightkv": "preset hidden loss group stage inputs follow interval window at_rest "
     "patience shards half start",
-    "the dagger stage of foresightkv": "preset loss group stage follow interval at_rest patience shards half start",
+    "the dagger stage of foresightkv": "preset loss group stage follow restart interval at_rest patience shards half "
+    "start",
     "the rl stage of foresightkv": "preset stage interval at_rest rollout group_size reward beta patience half start",
     "streaming, a rule": "kl packing checkpointing compute shards",
     "kvpop with --backbone full": "kl packing checkpointing compute scorer train_scorer preset hidden loss decay group "

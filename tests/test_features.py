@@ -284,6 +284,31 @@ def test_c1_checkpoint(tmp_path):
         kvkeep.load_scorer(tmp_path)
 
 
+@given(st.sampled_from([1, 3]), st.sampled_from([FeatureSpec.best(), FeatureSpec(age=True, extremes=True, windows=())]))
+def test_a_keep_score_weighs_the_value_and_the_age(group, spec):
+    """keep = foreseen + p log |v| - c log(1 + age), of the value and age that the features were built from."""
+    heads, size, count, query = 2, 8, 5, 40
+    generator = torch.Generator().manual_seed(group)
+    keys, values = torch.randn(2, 1, heads, count, size, generator=generator)
+    positions = torch.randint(0, query, (1, heads, count), generator=generator)
+    kept = {
+        name: torch.rand(1, heads, count, *shape, generator=generator)
+        for name, (shape, _) in spec.accumulators(group).items()
+    }
+    features = spec.build(keys, values, kept, positions, query, 8)
+    options = {"hidden": 4, "features": spec, "window": 8, "value_power": 0.5, "age_power": 0.25}
+    config = tiny_model(group=group, kv_heads=heads).config
+    layer = kvkeep.scorers.new("foresightkv", config, [24], **options).layer(0)
+    expected = 0.5 * values.norm(dim=-1).log() - 0.25 * (1.0 + query - positions).log()
+    torch.testing.assert_close(layer.keep(features) - layer.foreseen(features), expected)
+
+
+@pytest.mark.parametrize(("power", "missing"), [("value_power", {"kv": False}), ("age_power", {"age": False})])
+def test_a_power_of_what_is_not_read_is_refused(power, missing):
+    with pytest.raises(ScorerError, match=f"{power} 0.5 needs"):
+        ForesightOptions(features=FeatureSpec(**{"age": True} | missing), **{power: 0.5})
+
+
 def test_c1_another_geometry_is_refused():
     scorer = random_scorer("foresightkv", tiny_model().config, kvkeep.Budget(sinks=0, window=5, topk=8, interval=4))
     with pytest.raises(ScorerError, match="KV heads"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -258,6 +259,28 @@ def test_dagger_goes_on_from_a_scorer_on_the_states_it_reaches(model, tmp_path):
     assert second.fingerprint() != first.fingerprint()
     for shape in first.geometry:
         assert torch.equal(first.layer(shape.index).input_mean, second.layer(shape.index).input_mean)
+
+
+def test_dagger_restarted_learns_from_the_same_states_with_new_weights(model, tmp_path):
+    first = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "sft", small(), shards=tmp_path / "shards")
+    given = {"stage": "dagger", "start": first, "shards": tmp_path / "shards", "seed": 5}
+    settings = replace(small(steps=1, warmup=0, lr=1e-12), restart=True)
+    again = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "again", settings, **given)
+    read = set((tmp_path / "shards").iterdir())
+    onward = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "onward", replace(settings, restart=False), **given)
+    assert set((tmp_path / "shards").iterdir()) == read
+    fresh = kvkeep.scorers.new("foresightkv", model.config, BUDGETS, seed=5, **settings.options)
+    for shape in first.geometry:
+        torch.testing.assert_close(again.layer(shape.index).w1, fresh.layer(shape.index).w1)
+        torch.testing.assert_close(onward.layer(shape.index).w1, first.layer(shape.index).w1)
+        assert not torch.equal(again.layer(shape.index).input_mean, first.layer(shape.index).input_mean)
+
+
+def test_powers_go_with_the_features_they_are_of():
+    assert foresightkv.recipe("best").options["value_power"] > 0
+    both = foresightkv.recipe("best", features=FeatureSpec(kv=False)).options
+    assert (both["value_power"], both["age_power"]) == (0, 0)
+    assert foresightkv.PRESETS["published"].options["value_power"] == 0
 
 
 @pytest.mark.parametrize(

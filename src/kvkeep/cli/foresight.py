@@ -53,6 +53,9 @@ FollowFlag = Annotated[
         "--follow", help="Of sft, and beside its own of dagger: whose evictions are labelled, golden's or a rule's."
     ),
 ]
+RestartFlag = Annotated[
+    bool, typer.Option("--restart", help="Of dagger: new weights on all traces, instead of those of --start.")
+]
 
 
 def job(

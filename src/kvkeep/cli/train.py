@@ -69,6 +69,7 @@ def run(
     stage: foresight.StageFlag = None,
     inputs: foresight.InputsFlag = None,
     follow: foresight.FollowFlag = None,
+    restart: foresight.RestartFlag = False,
     rollout: foresight.RolloutFlag = None,
     group_size: foresight.GroupSizeFlag = None,
     reward: foresight.RewardFlag = None,
@@ -110,7 +111,7 @@ def run(
     timing = {"evaluate_every": evaluate_every}
     fitted = {"hidden": hidden, "loss": loss, "patience": patience} | timing
     if asked.foresees:
-        fitted |= {"lr": lr, "follow": follow, "head_reduce": group}
+        fitted |= {"lr": lr, "follow": follow, "head_reduce": group, "restart": restart}
         fitted |= {"rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
         job = foresight.job(bounds, interval, window, at_rest, preset, steps, asked.stage, start, inputs, fitted)
     else:

@@ -132,6 +132,7 @@ FORESIGHT = tuple(
                 _foresight("window 32", window=32),
                 _foresight("no log, no age", features=FeatureSpec.paper()),
                 _foresight("no age", features=FeatureSpec(normalize="log")),
+                _foresight("no power of value or age", value_power=0.0, age_power=0.0),
                 _foresight("hidden 16", hidden=16),
                 _foresight("ranking loss", loss="ranking"),
             ),

@@ -55,6 +55,10 @@ class Recipe:
             "golden", the paper's, or an attention policy without a scorer.
         window: newest tokens that may not go; None = an interval, the paper's.
         head_reduce: of the query heads of a group in golden's labels: "mean", the paper's, or "max".
+        value_power, age_power: of :meth:`kvkeep.scorers.foresight.Foresight.keep`, where such a feature is read; the
+            paper's are 0.
+        restart: whether "dagger" begins with new weights, as the algorithm of that name does, instead of going on with
+            those of the scorer whose states it adds.
 
     Raises:
         ValueError: for a policy that cannot be followed, or another reduction.
@@ -70,11 +74,20 @@ class Recipe:
     follow: str = "h2o_decayed"
     window: int | None = 8
     head_reduce: str = "mean"
+    value_power: float = 0.5
+    age_power: float = 0.2
+    restart: bool = False
 
     def __post_init__(self):
         require_followed(self.follow)
         if self.head_reduce not in ("mean", "max"):
             raise ValueError(f"the group of a foresightkv scorer is mean or max, not {self.head_reduce!r}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the scorer, without powers of what it does not read."""
+        powers = {"value_power": self.value_power * self.features.kv, "age_power": self.age_power * self.features.age}
+        return {"hidden": self.hidden, "features": self.features, "window": self.window} | powers
 
 
 PRESETS = {
@@ -86,6 +99,8 @@ PRESETS = {
         features=FeatureSpec.paper(),
         follow="golden",
         window=None,
+        value_power=0.0,
+        age_power=0.0,
     ),
     "mini": Recipe(
         preset="mini",
@@ -174,6 +189,9 @@ def train(
             else "stage 'sft' starts from nothing, so it takes no scorer"
         )
     scorer = _fresh(model, budgets, settings, seed, start)
+    begins = start is None or (stage == "dagger" and settings.restart)
+    if start is not None and not begins:
+        scorer.load_state_dict(start.state_dict())
     require_long_enough(documents, max(budget.slots for budget in scorer.budgets))
     record = {
         "method": METHOD,
@@ -204,7 +222,7 @@ def train(
         if start is not None:
             own = harvest(model, documents[:cut], scorer.budgets, folder, follow=start, **reading)
             traces[0] += own
-        fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=start is None, **shared)
+        fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=begins, **shared)
         found, steps, counted = fit.run(), fit.step, {"traces": len(traces[1])}
     metrics = {name: {"value": each.value, "interval": [each.low, each.high]} for name, each in found.items()}
     scorer.save_pretrained(
@@ -227,16 +245,13 @@ def train(
 
 
 def _fresh(model, budgets, settings: Recipe, seed: int, start: scorers.Scorer | None) -> scorers.Scorer:
-    """A new scorer, or one that begins as another."""
+    """A new scorer, with the options of the one that it goes on from."""
     if start is None:
-        options = {"hidden": settings.hidden, "features": settings.features, "window": settings.window}
-        return scorers.new(METHOD, model.config, list(budgets), seed=seed, **options)
+        return scorers.new(METHOD, model.config, list(budgets), seed=seed, **settings.options)
     if start.method != METHOD:
         raise ValueError(f"later stages go on from a {METHOD} scorer, not a {start.method} scorer")
     start.require_fits(model.config, scorers.model_fingerprint(model))
-    scorer = scorers.new(METHOD, model.config, list(budgets), seed=seed, **start.options)
-    scorer.load_state_dict(start.state_dict())
-    return scorer
+    return scorers.new(METHOD, model.config, list(budgets), seed=seed, **start.options)
 
 
 def rotaries(model: PreTrainedModel, scorer: scorers.Scorer) -> dict[int, Any]:

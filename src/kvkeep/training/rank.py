@@ -155,7 +155,7 @@ class Rank(Loop):
     def loss(self, layer: int, chosen: Sequence[tuple[Trace, Tensor]]) -> Tensor:
         """Of one layer, over evictions with equally many candidates."""
         features, alpha = self.read(layer, chosen)
-        keep, schedule = self.scorer.layer(layer).keep(features), self.schedule
+        keep, schedule = self.scorer.layer(layer).foreseen(features), self.schedule
         if schedule.loss == "regression":
             mean, std = self.label[layer]
             target = ((alpha + schedule.smallest).log() - mean[:, None]) / std[:, None]
