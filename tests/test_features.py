@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -282,6 +283,17 @@ def test_c1_checkpoint(tmp_path):
     config.write_text(config.read_text().replace('"log10"', '"log"').replace('"age": true', '"age": false'))
     with pytest.raises(ScorerError, match="has shape"):
         kvkeep.load_scorer(tmp_path)
+
+
+def test_a_checkpoint_from_before_there_were_powers_has_none(tmp_path):
+    scorer = random_scorer("foresightkv", tiny_model().config, [kvkeep.Budget(0, 4, 8, 4)])
+    scorer.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    record = json.loads(config.read_text())
+    for power in ("value_power", "age_power"):
+        del record["options"][power]
+    config.write_text(json.dumps(record))
+    assert kvkeep.load_scorer(tmp_path).fingerprint() == scorer.fingerprint()
 
 
 @given(st.sampled_from([1, 3]), st.sampled_from([FeatureSpec.best(), FeatureSpec(age=True, extremes=True, windows=())]))

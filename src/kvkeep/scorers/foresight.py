@@ -37,8 +37,8 @@ class ForesightOptions:
     hidden: int = 16
     features: FeatureSpec = field(default_factory=FeatureSpec)
     window: int | None = None
-    value_power: float = 0.0
-    age_power: float = 0.0
+    value_power: float = field(default=0.0, metadata={"later": True})
+    age_power: float = field(default=0.0, metadata={"later": True})
 
     def __post_init__(self) -> None:
         if self.hidden < 1:
