@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvkeep
 from all_policies import random_scorer
+from kvkeep.evaluation.contenders import Contender
 from kvkeep.policies.base import Geometry
 from kvkeep.policies.foresightkv import ForesightKV
 from kvkeep.runtime.interval import IntervalResidency
@@ -342,6 +343,19 @@ def test_slots_are_split_as_the_policy_does():
 
 
 @pytest.mark.skipif(not HANDED, reason="a cache of an attention policy needs a transformers that hands keywords down")
+def test_a_budget_that_a_scorer_was_trained_for_has_the_interval_of_then():
+    config = tiny_model().config
+    scorer = random_scorer("foresightkv", config, [kvkeep.Budget(0, 3, 32, 5), kvkeep.Budget(0, 3, 61, 3)], window=3)
+    create = kvkeep.policies.create
+    assert create("foresightkv", 40, scorer=scorer).budget == kvkeep.Budget(0, 3, 32, 5)
+    assert create("foresightkv", 67, scorer=scorer).budget.interval == 3
+    assert create("foresightkv", 80, scorer=scorer).budget == kvkeep.Budget(0, 3, 57, 20), "a quarter, for others"
+    at_rest = Contender("foresightkv", at_rest=True, scorer=scorer)
+    assert at_rest.policy(64).budget == kvkeep.Budget(0, 3, 61, 3)
+    given = Contender("foresightkv", overrides={"interval": 9}, scorer=scorer)
+    assert given.policy(40).budget == kvkeep.Budget(0, 3, 28, 9)
+
+
 def test_side_state_is_in_the_bytes():
     """What the sums cost is stated: (windows + 2) G + 1 numbers a slot, or a ring of L queries."""
     model, budget = tiny_model(), kvkeep.Budget(sinks=0, window=5, topk=8, interval=4)

@@ -150,6 +150,13 @@ def interval_over(count: int, ends: Sequence[float], form: str) -> str:
     return f" [{format(ends[0], form)}, {format(ends[1], form)}]" if count > 1 else ""
 
 
+def tell_skipped(packed: Any, length: int) -> None:
+    """Say on standard error how many documents were too short, if any were."""
+    if packed.skipped:
+        count = "1 document has" if len(packed.skipped) == 1 else f"{len(packed.skipped)} documents have"
+        print(f"kvkeep: {count} fewer than {length} tokens, skipped", file=sys.stderr)
+
+
 def names(text: str) -> list[str]:
     """`a,b` or `a b` as a list."""
     return text.replace(",", " ").split()

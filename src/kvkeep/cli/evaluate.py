@@ -87,8 +87,7 @@ def run(
     packed = documents.pack(texts, tokenizer, length)
     chosen = documents.in_turn(packed, count)
     contenders = _equipped(contenders, language_model, policy_names == "all")
-    if packed.skipped:
-        print(f"kvkeep: {len(packed.skipped)} documents have fewer than {length} tokens, skipped", file=sys.stderr)
+    common.tell_skipped(packed, length)
     settings = {"model": model, "documents_skipped": len(packed.skipped)}
     result = measured(language_model, chosen, contenders, tokens, length, seed, out, settings, recall)
     if out is not None:

@@ -131,6 +131,8 @@ def run(
         scorers.new(method, language_model.config, bounds)  # complains about budgets before anything slow
     whole = asked.tuned and packing != tune.Packing.cut
     packed = tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length)
+    if not whole:
+        common.tell_skipped(packed, length)
     options = {"seed": seed, "resume": resume, "base_model": model, "shards": shards, "half": half}
     options |= {"command": train_flags.recorded(context.obj)} | ({"tokenizer": tokenizer} if asked.tuned else {})
     job(language_model, documents.in_turn(packed, count), out, **options)

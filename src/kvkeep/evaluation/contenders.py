@@ -98,7 +98,8 @@ class Contender:
         """A fresh policy at a budget of `tokens`."""
         parts = dict(self.overrides)
         if policies.describe(self.name).learned and self.scorer is not None:
-            parts = self.scorer.parts | {part: size for part, size in parts.items() if size is not None}
+            given = {part: size for part, size in parts.items() if size is not None}
+            parts = self.scorer.parts_at(tokens, self.at_rest) | given
         budget = split_budget(self.name, tokens, self.at_rest, parts)
         return policies.create(self.name, budget, scorer=self.scorer, **self.options)
 
@@ -133,8 +134,8 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    if text in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text]
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
     for number in (int, float):
         try:
             return number(text)

@@ -106,7 +106,7 @@ def create(name: str, budget_or_slots: Budget | int | None = None, scorer=None, 
         raise ValueError(f"policy {name!r} needs a budget: a kvkeep.Budget or a number of slots")
     split = budget_or_slots if isinstance(budget_or_slots, Budget) else None
     if split is None and budget_or_slots is not None:
-        split = budget(name, budget_or_slots, **(scorer.parts if method.learned else {}))
+        split = budget(name, budget_or_slots, **(scorer.parts_at(budget_or_slots) if method.learned else {}))
     if protect is not None and split is not None:
         split = replace(split, window=protect, topk=split.topk + split.window - protect)
     _check_kind(method, split)

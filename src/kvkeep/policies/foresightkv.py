@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.budget import Budget
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Memory, Observation, Statistic
 from kvkeep.policies.learned import Learned
-from kvkeep.policies.random import logical_shift, mix
+from kvkeep.policies.random import logical_shift, mix, require_seed
 from kvkeep.scorers import Scorer
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.slots import lowest
@@ -82,8 +82,10 @@ class ForesightKV(Learned, Watching):
         super().__init__(budget, scorer)
         if evict not in ("topk", "sample") or sums not in ("running", "ring"):
             raise ValueError(f"evict is 'topk' or 'sample' and sums 'running' or 'ring', not {evict!r} and {sums!r}")
-        if pool is not None and pool < 1:
-            raise ValueError(f"the pool is at least 1 times what goes, or None for all candidates, not {pool}")
+        if pool is not None and (not isinstance(pool, int) or pool < 1):
+            raise ValueError(f"the pool is 1 or more times what goes, or None for all candidates, not {pool!r}")
+        for each in seed if isinstance(seed, list | tuple) else (seed,):
+            require_seed(each)
         self.evict, self.pool, self.seed, self.sums = evict, pool, seed, sums
         self._ring = sums == "ring"
         self._features = next(iter(scorer.layers.values())).features

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,16 @@ class Random(EntryPolicy):
 
     Args:
         seed: any integer.
+
+    Raises:
+        ValueError: for another seed.
     """
 
     name = "random"
 
     def __init__(self, budget: Budget, seed: int = 0):
         super().__init__(budget)
+        require_seed(seed)
         self.seed = seed
         self._bits = (seed + 2**63) % 2**64 - 2**63  # as a signed 64-bit number
 
@@ -31,6 +37,12 @@ class Random(EntryPolicy):
         stream = mix(mix(mix(torch.tensor(self._bits, device=head.device)) + geometry.layer) + head)  # [H]
         bits = mix(stream[None, :, None] + positions[:, None])  # [B, H, n]
         return (bits & 0xFFFFFF).float() / 2**24
+
+
+def require_seed(seed: Any) -> None:
+    """Raise ValueError for a seed that is no integer."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"a seed is an integer, not {seed!r}")
 
 
 def mix(state: Tensor) -> Tensor:

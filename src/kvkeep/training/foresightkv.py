@@ -210,7 +210,9 @@ def train(
     shared = {"resume": resume, "seed": seed, "progress": progress}
     if stage == "rl":
         rl = reinforce.Reinforce(model, scorer, documents[:cut], documents[cut:], settings.reinforcement, run, **shared)
-        found, steps, counted = rl.run(), rl.step, {"traces": len(rl.held_out), "train_traces": len(rl.train)}
+        found, steps = rl.run(), rl.step
+        compared = len({task.document for task in rl.train[: settings.reinforcement.compare_on]})
+        counted = {"train_documents": compared}
     else:
         folder = run / "shards" if shards is None else Path(shards)
         reading = {"spec": scorer.layer(scorer.geometry[0].index).features, "storage": settings.storage}
@@ -223,7 +225,7 @@ def train(
             own = harvest(model, documents[:cut], scorer.budgets, folder, follow=start, **reading)
             traces[0] += own
         fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=begins, **shared)
-        found, steps, counted = fit.run(), fit.step, {"traces": len(traces[1])}
+        found, steps, counted = fit.run(), fit.step, {}
     metrics = {name: {"value": each.value, "interval": [each.low, each.high]} for name, each in found.items()}
     scorer.save_pretrained(
         out,
@@ -231,7 +233,7 @@ def train(
         base_model=base_model or model.config.name_or_path,
         base_fingerprint=scorers.model_fingerprint(model),
         data_fingerprint=record["data"],
-        metrics={"held_out": metrics | counted},
+        metrics={"held_out": metrics | counted | {"documents": len(documents) - cut}},
         recipe=jsonable(asdict(settings)),
         stage=stage,
         start=record["start"],
