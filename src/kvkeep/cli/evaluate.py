@@ -135,7 +135,7 @@ def show(result: dict[str, Any]) -> None:
     console = common.output()
     console.print(table(result, console.width))
     closed = gaps(result["rows"])
-    if closed:
+    if any(record["kind"] == "all" for record in closed):
         console.print(gap_table(closed))
     console.print(LEGEND)
     held = recall_table(result)
