@@ -11,7 +11,7 @@ Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
                    a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
     ``best``       the default: along the evictions of ``h2o_decayed``; all but the 8 newest may go; statistics on a log
-                   scale and the age, 64 hidden units, the expected alpha.
+                   scale and the age, 64 hidden units, the expected alpha, weighed by the value and the age.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
