@@ -1,0 +1,297 @@
+"""What deciding costs: a policy's whole step over one that only writes slots, and its parts in one layer.
+
+The reference is :class:`kvkeep.benchmark.caches.WritesOnly`: the same model and attention function, as many slots at
+every step, each pair written in place, nothing scored, watched, remembered or chosen. A policy with an interval L
+evicts at one step of L; ordinary and evicting steps are timed apart and joined,
+
+    ``step = ((L - 1) * ordinary + evicting) / L``, and likewise its reference,
+
+ordinary ones around the middle of an interval, where as many tokens are held as on average. Policy and reference take
+turns, and the ratio is that of each pair of neighbours in time, median over turns.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from kvkeep.benchmark.caches import (
+    States,
+    cache_bytes,
+    evicting,
+    filled_policy,
+    longest,
+    phase,
+    read_bytes,
+    writes_only,
+)
+from kvkeep.benchmark.decode import Decoder
+from kvkeep.benchmark.limit import Bandwidth, weight_bytes
+from kvkeep.benchmark.timing import WARM_UP, Job, digits, in_turns, require_turns, row
+from kvkeep.evaluation.contenders import Contender
+from kvkeep.policies.base import Policy
+from kvkeep.runtime.cache import EvictingLayer
+from kvkeep.runtime.geometry import text_config
+from kvkeep.slots import Slots, lowest
+from kvkeep.sparse_attention import masked_attention
+
+Pair = tuple[list[float], list[float]]  # milliseconds of policy and reference, turn by turn
+
+
+def overhead(
+    model: PreTrainedModel,
+    contenders: Sequence[Contender],
+    budget: int,
+    context: int,
+    batch: int = 1,
+    repetitions: int = 32,
+    seed: int = 0,
+    bandwidth: Bandwidth | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[dict]:
+    """Whole-model steps of every policy over writing slots only.
+
+    Args:
+        model: loaded with ``attn_implementation="kvkeep"``.
+        contenders: as for :func:`kvkeep.benchmark.decode.decode`; those that keep everything are passed over.
+        budget: slots per KV head.
+        context: tokens seen before; changes nothing but positions.
+        batch: rows decoded together.
+        repetitions: turns of ordinary steps; of evicting ones a third as many, at least five.
+        seed: of the synthetic keys and values.
+        bandwidth: for ``floor_ms``; None leaves it out.
+        progress: called with (done, total) turns.
+
+    Returns:
+        A row a policy, ``part`` "step": ``ms_best`` and ``ms_median`` of a step, ``reference_ms`` the median of the
+        reference, ``ratio`` what it takes over the reference; and for a policy with an interval a row with ``part``
+        "evicting step".
+
+    Raises:
+        ValueError: for fewer than five repetitions, or no policy that evicts.
+    """
+    subjects = evicting(contenders)
+    check(contenders, repetitions)
+    states = States(model, batch, longest([context], budget), seed)
+    made = [contender.policy(budget) for contender in subjects]
+    jobs = [job for policy in made for job in _pair(model, policy, context, states, False)]
+    late = [policy for policy in made if policy.budget.interval]
+    fewer = max(repetitions // 3, 5)
+    total = repetitions + WARM_UP + (fewer + WARM_UP if late else 0)
+
+    def tell(done: int, before: int) -> None:
+        if progress is not None:
+            progress(before + done, total)
+
+    ordinary = _pairs(in_turns(jobs, repetitions, model.device, lambda done, _: tell(done, 0)))
+    jobs = [job for policy in late for job in _pair(model, policy, context, states, True)]
+    before = repetitions + WARM_UP
+    evictions = iter(_pairs(in_turns(jobs, fewer, model.device, lambda done, _: tell(done, before)) if late else []))
+    rows = []
+    for contender, policy, pair in zip(subjects, made, ordinary, strict=True):
+        common = {"budget": budget, "context": context, "batch": batch}
+        common |= _bytes_and_floor(model, policy, context, states, bandwidth)
+        evicted = next(evictions) if policy.budget.interval else None
+        rows.append(_joined(contender.title, model.dtype, policy.budget.interval, pair, evicted, common))
+        if evicted is not None:
+            rows.append(_compared(contender.title, model.dtype, "evicting step", evicted, common))
+    return rows
+
+
+def check(contenders: Sequence[Contender], repetitions: int) -> None:
+    """Raise ValueError for what :func:`overhead` cannot measure."""
+    require_turns(repetitions)
+    if not evicting(contenders):
+        raise ValueError("overhead is that of policies that evict: name one")
+
+
+def _pair(model, policy: Policy, context: int, states: States, evicts: bool) -> list[Job]:
+    """Jobs of one policy and of its reference; filled anew before each step where every one shall evict."""
+    config = text_config(model.config)
+    held, seen = phase(policy.budget, context, evicts)
+    jobs = []
+    for fill in (
+        lambda: filled_policy(config, policy, held, seen, states),
+        lambda: writes_only(config, policy.budget, held, seen, states),
+    ):
+
+        def made(fill: Callable[[], Cache] = fill) -> Decoder:
+            return Decoder(model, None, fill(), seen, context, states.batch)
+
+        jobs.append(Job(Decoder.__call__, lambda made=made: (made(),)) if evicts else Job(made()))
+    return jobs
+
+
+def _pairs(taken: list[list[float]]) -> list[Pair]:
+    return list(zip(taken[::2], taken[1::2], strict=True))
+
+
+def paired_ratio(pair: Pair) -> float:
+    """Median over turns of policy over reference."""
+    return statistics.median(mine / other for mine, other in zip(*pair, strict=True))
+
+
+def _joined(title: str, dtype, interval: int, ordinary: Pair, evicted: Pair | None, common: dict) -> dict:
+    """A step as it is on average over an interval."""
+    if evicted is None:
+        return _compared(title, dtype, "step", ordinary, common)
+
+    def average(one: float, last: float) -> float:
+        return ((interval - 1) * one + last) / interval
+
+    medians = [[statistics.median(times) for times in pair] for pair in (ordinary, evicted)]
+    reference = average(medians[0][1], medians[1][1])
+    mine = average(paired_ratio(ordinary) * medians[0][1], paired_ratio(evicted) * medians[1][1])
+    return row("overhead", title, dtype, part="step", **common) | {
+        "ms_best": digits(average(min(ordinary[0]), min(evicted[0]))),
+        "ms_median": digits(average(medians[0][0], medians[1][0])),
+        "reference_ms": digits(reference),
+        "ratio": round(mine / reference, 4),
+    }
+
+
+def _compared(title: str, dtype, part: str, pair: Pair, common: dict) -> dict:
+    reference = digits(statistics.median(pair[1]))
+    more = common | {"ratio": round(paired_ratio(pair), 4), "reference_ms": reference}
+    return row("overhead", title, dtype, pair[0], part=part, **more)
+
+
+def _bytes_and_floor(model, policy: Policy, context: int, states: States, bandwidth: Bandwidth | None) -> dict:
+    held, seen = phase(policy.budget, context)
+    cache = filled_policy(text_config(model.config), policy, held, seen, states)
+    pairs, side = cache_bytes(cache)
+    found = {"kv_bytes": pairs + side, "side_bytes": side}
+    if bandwidth is not None:
+        found["floor_ms"] = digits(bandwidth.floor(weight_bytes(model), read_bytes(cache, held)))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One layer
+
+
+def parts(
+    model: PreTrainedModel,
+    contenders: Sequence[Contender],
+    budget: int,
+    context: int,
+    batch: int = 1,
+    repetitions: int = 200,
+    seed: int = 0,
+) -> list[dict]:
+    """What one layer's share of a step is made of, in fractions of a millisecond; stable where whole steps are not.
+
+    Args: as :func:`overhead`.
+
+    Returns:
+        Rows with ``part``: "layer" (an ordinary step of the cache and its attention; ``reference_ms`` is a layer that
+        only writes and attends), "score" (what the policy computes when it must choose: one token of an entry policy,
+        all tokens held otherwise), "statistics" (watching one query, where the policy does); and of nobody in
+        particular "replace" (one pair written to a slot of every head) and "evict" (interval slots chosen by score,
+        their holes filled).
+    """
+    subjects = evicting(contenders)
+    check(contenders, repetitions)
+    states = States(model, batch, longest([context], budget), seed)
+    rows = []
+    for contender in subjects:
+        policy = contender.policy(budget)
+        common = {"budget": budget, "context": context, "batch": batch}
+        jobs = _layer_jobs(model, policy, context, states)
+        taken = in_turns(list(jobs.values()), repetitions, model.device)
+        times = dict(zip(jobs, taken, strict=True))
+        pair = times.pop("layer"), times.pop("writes only")
+        rows.append(_compared(contender.title, model.dtype, "layer", pair, common))
+        rows += [
+            row("overhead", contender.title, model.dtype, spent, part=part, **common) for part, spent in times.items()
+        ]
+    return rows + _shared_parts(model, budget, states, repetitions)
+
+
+def _layer_jobs(model, policy: Policy, context: int, states: States) -> dict[str, Job]:
+    config = text_config(model.config)
+    held, seen = phase(policy.budget, context)
+    layer = _first(filled_policy(config, policy, held, seen, states))
+    reference = next(
+        one for one in writes_only(config, policy.budget, held, seen, states).layers if hasattr(one, "buffers")
+    )
+    query, (keys, values) = states.query(1), states.pair(1)
+    scaling = states.head_dim**-0.5
+
+    def step() -> None:
+        layer.fill(query, keys, values, layer.columns + 1)
+
+    def only_write() -> None:
+        masked_attention(query, *reference.update(keys, values), None, scaling)
+
+    jobs = {"layer": Job(step), "writes only": Job(only_write)}
+    for part, (method, given) in questions(config, policy, context, states).items():
+        jobs[part] = Job(lambda method=method, given=given: getattr(policy, method)(given))
+    return jobs
+
+
+def questions(config, policy: Policy, context: int, states: States) -> dict[str, tuple[str, object]]:
+    """What the runtime asks a policy in one step that evicts: part -> (the method's name, its argument).
+
+    Overheard by a copy of the policy in a cache of its own.
+    """
+    heard: dict[str, object] = {}
+    listener = copy.copy(policy)
+    methods = {"entry": {"score": "priority"}, "attention": {"score": "keep_scores", "statistics": "observe"}}
+    for part, method in methods[policy.kind].items():
+
+        def listen(given: object, part=part, method=method) -> object:
+            heard[part] = given
+            return getattr(policy, method)(given)
+
+        setattr(listener, method, listen)
+    held, seen = phase(policy.budget, context, evicting=True)
+    layer = _first(filled_policy(config, listener, held, seen, states))
+    heard.clear()
+    layer.fill(states.query(1), *states.pair(1), seen + 1)
+    if "score" in heard and policy.kind == "entry":  # whose memory goes on from call to call
+        heard["score"] = replace(heard["score"], memory=dict(heard["score"].memory))
+    if "score" in heard and policy.kind == "attention":  # views of slots that have moved on
+        heard["score"] = replace(heard["score"], positions=heard["score"].positions.clamp(min=0))
+    return {part: (methods[policy.kind][part], given) for part, given in heard.items()}
+
+
+def _first(cache: Cache) -> EvictingLayer:
+    return next(layer for layer in cache.layers if isinstance(layer, EvictingLayer))
+
+
+def _shared_parts(model, budget: int, states: States, repetitions: int) -> list[dict]:
+    """Slots written, and slots chosen and dropped, whoever scored them."""
+    keys, values = states.pair(budget)
+    interval = max(budget // 4, 1)
+    slots = Slots.empty(keys, values, budget)
+    everyone = torch.arange(budget, device=model.device).expand(states.batch, -1)
+    slots.append(keys, values, everyone, {})
+    scores = torch.randn(slots.positions.shape, device=model.device)
+    candidates = torch.ones_like(scores, dtype=torch.bool)
+    place = torch.zeros(*slots.positions.shape[:2], 1, dtype=torch.int64, device=model.device)
+    pair = states.pair(1)
+
+    def evict() -> None:
+        slots.drop(lowest(scores, slots.positions, candidates, interval))
+
+    def refill() -> tuple[()]:
+        slots.positions.copy_(everyone[:, None])
+        slots.held = [budget] * states.batch
+        return ()
+
+    def write(at: Tensor = place) -> None:
+        slots.write(at, *pair, everyone[:, :1], {})
+
+    jobs = {"evict": Job(evict, refill), "replace": Job(write)}
+    taken = in_turns(list(jobs.values()), repetitions, model.device)
+    common = {"budget": budget, "batch": states.batch}
+    return [
+        row("overhead", "any", model.dtype, times, part=part, **common) for part, times in zip(jobs, taken, strict=True)
+    ]
