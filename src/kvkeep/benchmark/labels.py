@@ -163,19 +163,14 @@ def label_alone(label: str, dense: bool, shape: tuple[int, ...], dtype: str, dev
 
 
 def topk(device: torch.device, repetitions: int = 5, rows: int = TOPK_ROWS, length: int = TOPK_LENGTH) -> list[dict]:
-    """Milliseconds of :func:`kvkeep.lifetimes.running_topk` after compilation, by every backend of the device.
+    """Milliseconds of :func:`kvkeep.lifetimes.running_topk` after compilation, by the backend of the device.
 
     Returns:
-        Rows; ``policy`` is the backend, ``batch`` the rows of priorities, ``ratio`` the median over that of the first.
+        One row; ``policy`` is the backend, ``batch`` the rows of priorities.
     """
     require_turns(repetitions)
     priority = torch.randn(1, rows, length, generator=torch.Generator().manual_seed(0)).to(device)
-    backends = ["numba", "torch"] if device.type == "cpu" else ["torch"]
-    jobs = [Job(lambda backend=backend: running_topk(priority, TOPK_BUDGET, backend=backend)) for backend in backends]
-    taken = in_turns(jobs, repetitions, device)
-    first = statistics.median(taken[0])
+    backend = "numba" if device.type == "cpu" else "torch"
+    (times,) = in_turns([Job(lambda: running_topk(priority, TOPK_BUDGET, backend=backend))], repetitions, device)
     common = {"budget": TOPK_BUDGET.slots, "context": length, "batch": rows}
-    return [
-        row("running_topk", name, priority.dtype, times, ratio=round(statistics.median(times) / first, 3), **common)
-        for name, times in zip(backends, taken, strict=True)
-    ]
+    return [row("running_topk", backend, priority.dtype, times, **common)]

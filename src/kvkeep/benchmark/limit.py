@@ -38,8 +38,8 @@ def bandwidth(device: torch.device) -> Bandwidth:
     reads = {"sum": buffer.sum, "maximum": buffer.amax}
     taken = in_turns([Job(read) for read in reads.values()], REPETITIONS, device)
     best, by = min((min(times), name) for name, times in zip(reads, taken, strict=True))
-    size = "256 MiB" if device.type == "cpu" else "2 GiB"
-    return Bandwidth(buffer.nbytes / best * 1000, f"{by} over {size} of float32, best of {REPETITIONS}")
+    how = f"{by} over {buffer.nbytes >> 20} MiB of float32, best of {REPETITIONS}"
+    return Bandwidth(buffer.nbytes / best * 1000, how)
 
 
 def weight_bytes(model: nn.Module) -> int:

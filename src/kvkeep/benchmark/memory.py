@@ -28,10 +28,11 @@ from kvkeep.benchmark.limit import Bandwidth, weight_bytes
 from kvkeep.benchmark.peak import require_memory
 from kvkeep.benchmark.timing import WARM_UP, Job, digits, in_turns, require_turns, row
 from kvkeep.evaluation.contenders import Contender
-from kvkeep.runtime.cache import EvictingLayer
+from kvkeep.runtime.cache import EvictingCache, EvictingLayer
 from kvkeep.runtime.geometry import bounded_layers, text_config
 
 TOKENS = 4000
+COUNTERS = 64  # bytes a row and layer that a cache need not tell of
 
 
 def memory(
@@ -48,8 +49,9 @@ def memory(
     The tokens are synthetic and enter every bounded layer one at a time.
 
     Returns:
-        Rows: ``kv_bytes`` all that is held, ``side_bytes`` the side state in it, ``grown_bytes`` the bytes reachable
-        after the tokens less those before (0, or the cache grows), ``context`` the tokens.
+        Rows: ``kv_bytes`` all that the bounded layers hold, found by walking them; ``side_bytes`` what of it is not
+        keys and values by the formula; ``grown_bytes`` what is held after the tokens less that before (0, or the
+        cache grows); ``context`` the tokens.
 
     Raises:
         ValueError: for no policy that evicts.
@@ -64,10 +66,10 @@ def memory(
     for number, contender in enumerate(subjects):
         policy = contender.policy(budget)
         cache = filled_policy(config, policy, *phase(policy.budget, budget, evicting=True), states)
-        pairs, side = cache_bytes(cache)
         formula = bytes_of(states, policy.budget.slots, sum(bounded_layers(config)))
         before = {index: reachable_bytes(layer.residency) for index, layer in enumerate(cache.layers) if _ours(layer)}
-        _require_account(contender.title, sum(before.values()), formula, cache, pairs, side)
+        held = sum(before.values())
+        _require_account(contender.title, cache, formula, held, batch * len(before))
         for index in before:
             layer = cache.layers[index]
             with torch.no_grad():
@@ -75,7 +77,7 @@ def memory(
                     layer.fill(query, *pair, layer.columns + 1)
         after = sum(reachable_bytes(cache.layers[index].residency) for index in before)
         common = {"budget": budget, "context": tokens, "batch": batch}
-        sizes = {"kv_bytes": pairs + side, "side_bytes": side, "grown_bytes": after - sum(before.values())}
+        sizes = {"kv_bytes": held, "side_bytes": held - formula, "grown_bytes": after - held}
         rows.append(row("memory", contender.title, model.dtype, **common, **sizes))
         if progress is not None:
             progress(number + 1, len(subjects))
@@ -92,16 +94,15 @@ def _ours(layer: object) -> bool:
     return isinstance(layer, EvictingLayer)
 
 
-def _require_account(title: str, reachable: int, formula: int, cache, pairs: int, side: int) -> None:
-    unbounded = sum(
-        layer.keys.nbytes + layer.values.nbytes
-        for layer in cache.layers
-        if not _ours(layer) and getattr(layer, "keys", None) is not None
-    )
-    if pairs - unbounded != formula:
-        raise RuntimeError(f"{title}: keys and values take {pairs - unbounded} bytes, by the formula {formula}")
-    if reachable != formula + side:
-        raise RuntimeError(f"{title}: {reachable} bytes are held, the cache accounts for {formula + side}")
+def _require_account(title: str, cache: EvictingCache, formula: int, held: int, rows: int) -> None:
+    """Raise RuntimeError unless keys and values take what the formula says and the cache tells of all it holds."""
+    ours = [layer for layer in cache.layers if _ours(layer)]
+    pairs = sum(layer.keys.nbytes + layer.values.nbytes for layer in ours)
+    if pairs != formula:
+        raise RuntimeError(f"{title}: keys and values take {pairs} bytes, by the formula {formula}")
+    told = sum(layer.residency.nbytes for layer in ours)
+    if not told <= held <= told + COUNTERS * rows:
+        raise RuntimeError(f"{title}: {held} bytes are held, and the cache tells of {told}")
 
 
 def capacity(

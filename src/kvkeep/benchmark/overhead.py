@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from kvkeep.benchmark.caches import (
     States,
+    WritesOnly,
     cache_bytes,
     evicting,
     filled_policy,
@@ -35,10 +35,10 @@ from kvkeep.benchmark.decode import Decoder
 from kvkeep.benchmark.limit import Bandwidth, weight_bytes
 from kvkeep.benchmark.timing import WARM_UP, Job, digits, in_turns, require_turns, row
 from kvkeep.evaluation.contenders import Contender
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, Step
 from kvkeep.runtime.cache import EvictingLayer
 from kvkeep.runtime.geometry import text_config
-from kvkeep.slots import Slots, lowest
+from kvkeep.slots import lowest
 from kvkeep.sparse_attention import masked_attention
 
 Pair = tuple[list[float], list[float]]  # milliseconds of policy and reference, turn by turn
@@ -192,9 +192,8 @@ def parts(
     Returns:
         Rows with ``part``: "layer" (an ordinary step of the cache and its attention; ``reference_ms`` is a layer that
         only writes and attends), "score" (what the policy computes when it must choose: one token of an entry policy,
-        all tokens held otherwise), "statistics" (watching one query, where the policy does); and of nobody in
-        particular "replace" (one pair written to a slot of every head) and "evict" (interval slots chosen by score,
-        their holes filled).
+        all tokens held otherwise), and of an entry policy "replace" (all of a step but attention), of the others
+        "statistics" (watching one query) and "evict" (choosing by given scores, and closing the gaps).
     """
     subjects = evicting(contenders)
     check(contenders, repetitions)
@@ -204,14 +203,12 @@ def parts(
         policy = contender.policy(budget)
         common = {"budget": budget, "context": context, "batch": batch}
         jobs = _layer_jobs(model, policy, context, states)
-        taken = in_turns(list(jobs.values()), repetitions, model.device)
-        times = dict(zip(jobs, taken, strict=True))
+        times = dict(zip(jobs, in_turns(list(jobs.values()), repetitions, model.device), strict=True))
         pair = times.pop("layer"), times.pop("writes only")
         rows.append(_compared(contender.title, model.dtype, "layer", pair, common))
-        rows += [
-            row("overhead", contender.title, model.dtype, spent, part=part, **common) for part, spent in times.items()
-        ]
-    return rows + _shared_parts(model, budget, states, repetitions)
+        for part, spent in times.items():
+            rows.append(row("overhead", contender.title, model.dtype, spent, part=part, **common))
+    return rows
 
 
 def _layer_jobs(model, policy: Policy, context: int, states: States) -> dict[str, Job]:
@@ -219,79 +216,76 @@ def _layer_jobs(model, policy: Policy, context: int, states: States) -> dict[str
     held, seen = phase(policy.budget, context)
     layer = _first(filled_policy(config, policy, held, seen, states))
     reference = next(
-        one for one in writes_only(config, policy.budget, held, seen, states).layers if hasattr(one, "buffers")
+        one for one in writes_only(config, policy.budget, held, seen, states).layers if isinstance(one, WritesOnly)
     )
-    query, (keys, values) = states.query(1), states.pair(1)
-    scaling = states.head_dim**-0.5
+    query, pair = states.query(1), states.pair(1)
 
     def step() -> None:
-        layer.fill(query, keys, values, layer.columns + 1)
+        layer.fill(query, *pair, layer.columns + 1)
 
     def only_write() -> None:
-        masked_attention(query, *reference.update(keys, values), None, scaling)
+        masked_attention(query, *reference.update(*pair), None, states.head_dim**-0.5)
 
     jobs = {"layer": Job(step), "writes only": Job(only_write)}
     for part, (method, given) in questions(config, policy, context, states).items():
         jobs[part] = Job(lambda method=method, given=given: getattr(policy, method)(given))
+    if policy.kind == "entry":
+        other = _first(filled_policy(config, policy, held, seen, states)).residency
+        jobs["replace"] = Job(lambda: other.advance(None, *pair))
+    else:
+        jobs["evict"] = _eviction(_first(filled_policy(config, policy, *phase(policy.budget, context, True), states)))
     return jobs
 
 
+def _eviction(layer: EvictingLayer) -> Job:
+    """An interval of tokens dropped from a full layer by random scores, again and again."""
+    slots, interval = layer.residency.slots, layer.policy.budget.interval
+    positions, held = slots.positions.clone(), list(slots.held)
+    scores = torch.rand(positions.shape, device=positions.device)
+    candidates = torch.ones_like(scores, dtype=torch.bool)
+
+    def refill() -> tuple[()]:
+        slots.positions.copy_(positions)
+        slots.held = list(held)
+        return ()
+
+    return Job(lambda: slots.drop(lowest(scores, slots.positions, candidates, interval)), refill)
+
+
 def questions(config, policy: Policy, context: int, states: States) -> dict[str, tuple[str, object]]:
-    """What the runtime asks a policy in one step that evicts: part -> (the method's name, its argument).
+    """What the runtime asks a policy about one token that makes it choose: part -> (the method's name, its argument).
 
     Overheard by a copy of the policy in a cache of its own.
     """
-    heard: dict[str, object] = {}
-    listener = copy.copy(policy)
     methods = {"entry": {"score": "priority"}, "attention": {"score": "keep_scores", "statistics": "observe"}}
+    heard: dict[str, tuple[str, object]] = {}
+    listener = copy.copy(policy)
     for part, method in methods[policy.kind].items():
 
         def listen(given: object, part=part, method=method) -> object:
-            heard[part] = given
+            heard[part] = method, given
             return getattr(policy, method)(given)
 
         setattr(listener, method, listen)
     held, seen = phase(policy.budget, context, evicting=True)
     layer = _first(filled_policy(config, listener, held, seen, states))
-    heard.clear()
+    asked = dict(heard)
     layer.fill(states.query(1), *states.pair(1), seen + 1)
-    if "score" in heard and policy.kind == "entry":  # whose memory goes on from call to call
-        heard["score"] = replace(heard["score"], memory=dict(heard["score"].memory))
-    if "score" in heard and policy.kind == "attention":  # views of slots that have moved on
-        heard["score"] = replace(heard["score"], positions=heard["score"].positions.clamp(min=0))
-    return {part: (methods[policy.kind][part], given) for part, given in heard.items()}
+    heard = asked | heard
+    if policy.kind == "entry":  # whose memory goes on from call to call: not that of the cache
+        heard["score"] = "priority", _one_token(heard["score"][1])
+    else:  # views of slots, the evicted of which are free by now
+        held_then = heard["score"][1]
+        heard["score"] = "keep_scores", replace(held_then, positions=held_then.positions.clamp(min=0))
+    return {part: heard[part] for part in methods[policy.kind]}
+
+
+def _one_token(step: Step) -> Step:
+    """The last token of a step, which may be about several."""
+    entering, leaving = (tuple(tensor[:, :, -1:] for tensor in pair) for pair in (step.entering, step.leaving))
+    positions = step.positions[:, -1:]
+    return replace(step, entering=entering, leaving=leaving, positions=positions, memory=dict(step.memory))
 
 
 def _first(cache: Cache) -> EvictingLayer:
     return next(layer for layer in cache.layers if isinstance(layer, EvictingLayer))
-
-
-def _shared_parts(model, budget: int, states: States, repetitions: int) -> list[dict]:
-    """Slots written, and slots chosen and dropped, whoever scored them."""
-    keys, values = states.pair(budget)
-    interval = max(budget // 4, 1)
-    slots = Slots.empty(keys, values, budget)
-    everyone = torch.arange(budget, device=model.device).expand(states.batch, -1)
-    slots.append(keys, values, everyone, {})
-    scores = torch.randn(slots.positions.shape, device=model.device)
-    candidates = torch.ones_like(scores, dtype=torch.bool)
-    place = torch.zeros(*slots.positions.shape[:2], 1, dtype=torch.int64, device=model.device)
-    pair = states.pair(1)
-
-    def evict() -> None:
-        slots.drop(lowest(scores, slots.positions, candidates, interval))
-
-    def refill() -> tuple[()]:
-        slots.positions.copy_(everyone[:, None])
-        slots.held = [budget] * states.batch
-        return ()
-
-    def write(at: Tensor = place) -> None:
-        slots.write(at, *pair, everyone[:, :1], {})
-
-    jobs = {"evict": Job(evict, refill), "replace": Job(write)}
-    taken = in_turns(list(jobs.values()), repetitions, model.device)
-    common = {"budget": budget, "batch": states.batch}
-    return [
-        row("overhead", "any", model.dtype, times, part=part, **common) for part, times in zip(jobs, taken, strict=True)
-    ]

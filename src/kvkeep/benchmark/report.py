@@ -73,8 +73,8 @@ COLUMNS: dict[str, tuple[str, list[Column]]] = {
         [*POLICY, ("", _plain("part")), *TIMES, WRITES, OVERHEAD, *FLOOR],
     ),
     "parts": (
-        "In one layer, microseconds. layer: an ordinary step; score: what is computed to choose; statistics: watching "
-        "a query; replace: writing one pair; evict: choosing and dropping a quarter of the slots.",
+        "In one layer, microseconds. layer: an ordinary step; score: what is computed to choose; replace: all of a "
+        "step but attention; statistics: watching a query; evict: dropping an interval of tokens by given scores.",
         [*POLICY, ("part", _plain("part")), *MICROSECONDS],
     ),
     "prefill": (
