@@ -264,6 +264,8 @@ def test_a_flag_that_would_change_nothing_is_refused(run, no_model, tmp_path, mo
         (("benchmark", "--what", "prefill", "--lengths", "512"), "within the budget of 512"),
         (("benchmark", "--what", "overhead", "--policies", "full"), "name one"),
         (("benchmark", "--policies", "streaming,streaming"), "'streaming' is named twice"),
+        (("benchmark", "--policies", "kvpop", "--budget", "30"), "must be above"),
+        (("benchmark", "--policies", "full,kvpop", "--interval", "3"), "--interval 3 is for policies that decide"),
         (("benchmark", "--model", "random:gpt"), "there is no shape 'random:gpt'"),
         (("benchmark", "--scorer", "kvpop"), "--scorer takes NAME=DIR"),
         (("evaluate", "--json", "/proc/out.json"), "/proc cannot be written to"),

@@ -49,7 +49,8 @@ class Session:
         self.press = press
         self.cache = DynamicCache(config=self.model.config)
         self.ids, self.done = asked["ids"], 0
-        press(self.model).__enter__()  # for as long as this process lives
+        self.pressing = press(self.model)  # for as long as this process lives
+        self.pressing.__enter__()
         self.forward(asked["prompt"])
         reset_peak()
         self.start = status("VmRSS")

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from kvkeep import policies
 from kvkeep.benchmark import plot, shapes, suite
-from kvkeep.benchmark.caches import FULL, contenders, untrained
+from kvkeep.benchmark.caches import FULL, contenders, evicting, untrained
 from kvkeep.benchmark.report import described, markdown, tables
 from kvkeep.cli import common
-from kvkeep.evaluation.contenders import Contender
+from kvkeep.evaluation.contenders import Contender, split_budget
 from kvkeep.evaluation.store import require_writable, write_atomic
 
 DEFAULT_POLICIES = "full,full_preallocated,streaming,h2o_decayed,snapkv"
@@ -90,9 +90,12 @@ def run(
         tokens,
         peak,
     )
+    common.require_intervals(interval, evicting(plan.contenders))
     plan.check()
-    for contender in plan.contenders:
-        if contender.name not in FULL and (contender.scorer or not policies.describe(contender.name).learned):
+    for contender in evicting(plan.contenders):
+        if contender.scorer is None and policies.describe(contender.name).learned:
+            split_budget(contender.name, budget, budget_at_rest, contender.overrides)
+        else:
             contender.policy(budget)
     for path, flag in ((out, "--json"), (picture, "--plot"), (report, "--report")):
         require_writable(path, flag)

@@ -139,6 +139,12 @@ def scorers(given: Sequence[str]) -> dict[str, list[tuple[Any, str]]]:
     return found
 
 
+def require_intervals(interval: int | None, contenders: Sequence[Contender]) -> None:
+    """Raise ValueError where an interval is given and nobody has one."""
+    if interval is not None and not any(policies.describe(one.name).kind == "attention" for one in contenders):
+        raise ValueError(f"--interval {interval} is for policies that decide every interval; none is among these")
+
+
 def standard_input() -> Iterator[str]:
     """Lines of standard input.
 

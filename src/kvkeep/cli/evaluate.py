@@ -70,8 +70,7 @@ def run(
         overrides={"sinks": sinks, "window": window, "interval": interval},
         scorers=common.scorers(scorer or []),
     )
-    if interval is not None and not any(policies.describe(one.name).kind == "attention" for one in contenders):
-        raise ValueError(f"--interval {interval} is for policies that decide every interval; none is among these")
+    common.require_intervals(interval, contenders)
     tokens = common.numbers(budgets, "--budgets")
     ready = [one for one in contenders if one.scorer is not None or not policies.describe(one.name).learned]
     for budget in tokens if ready else ():
