@@ -12,6 +12,7 @@ import torch
 
 from kvkeep.benchmark import kvpress, kvpress_guest
 from kvkeep.benchmark.kvpress import RULES, KeyNorm, Ours, policy_of
+from kvkeep.benchmark.timing import settings
 from kvkeep.policies.base import AttentionPolicy
 from reference import interval_lifetimes, masked_forward
 from tiny import HANDED, random_ids, tiny_model
@@ -51,6 +52,27 @@ def test_sizes_are_of_all_that_is_held():
     slots = (REST + INTERVAL) * 2 * 8 * 8 * 2 * 2
     assert slots < ours.sizes()["held_bytes"] < 2 * slots
     assert ours.sizes()["peak_growth"] >= 0
+
+
+def test_the_table_says_what_was_found():
+    row = {
+        "rule": "tova",
+        "differs": "",
+        "interval": 1,
+        "rest": 96,
+        "attention": "sdpa",
+        "evictions": 64,
+        "ratio": 1.234,
+    }
+    row |= {"ms_mean": 80.0, "ms_median": 79.0, "other_ms_mean": 98.7, "other_ms_median": 97.0}
+    row |= {"held_bytes": 1_500_000, "other_held_bytes": 2_500_000, "peak_growth": 0, "other_peak_growth": 4096}
+    row |= {"agreement_first": 1.0, "agreement_last": 0.987}
+    row |= {"versions": {"kvpress": "0.5.5", "torch": "2.13", "transformers": "5.2"}}
+    told = settings(torch.device("cpu"), model="m", dtype="float32")
+    page = kvpress.markdown({"rows": [row, row | {"rule": "snapkv", "differs": "so and so"}], "settings": told})
+    assert "| tova | 1 | 80.0 | 98.7 | 1.23 | 79.0 | 97.0 | 1.50 | 2.50 | 0.00 | 0.00 | 1.000 | 0.987 | 64 |" in page
+    assert "kvpress 0.5.5, torch 2.13, transformers 5.2" in page
+    assert page.endswith("snapkv: so and so.\n")
 
 
 def test_shares_of_kept_tokens_are_averaged_over_layers_and_heads():

@@ -236,27 +236,28 @@ def compare(
     }
     for side, found in zip(("", "other_"), sizes, strict=True):
         row |= {side + key: value for key, value in found.items()}
-    row |= agreement(model, python, asked, name, rule, rest, every, 1 + min(intervals, 3), ids)
+    row |= agreement(model, python, asked, name, rule, rest, every, intervals * interval // every, ids)
     return row | {"versions": guest.versions}
 
 
 def agreement(
     model, python: str, asked: dict, name: str, rule: Rule, rest: int, every: int, evictions: int, ids
 ) -> dict:
-    """Shares of the tokens kept on both sides after the first eviction, and after some: mean over layers and heads."""
+    """Shares of the tokens kept on both sides after the first eviction, and the last: mean over layers and heads."""
     guest = Guest(python, asked | {"watch": True})
     try:
         ours = Ours(model, policy_of(name, rule, rest, every), ids, rest)
         ours.step()  # one ahead: they evict after a token, we before the next
-        shares = []
-        for _ in range(evictions):
+        shares = {}
+        for eviction in range(1, evictions + 1):
             for _ in range(every):
                 ours.step()
                 guest.ask("step")
-            shares.append(_share(ours.kept(before=ours.done - 1), guest.ask("kept")))
+            if eviction in (1, evictions):
+                shares[eviction] = digits(_share(ours.kept(before=ours.done - 1), guest.ask("kept")))
     finally:
         guest.close()
-    return {"agreement_first": digits(shares[0]), "agreement_last": digits(shares[-1]), "evictions": evictions}
+    return {"agreement_first": shares[1], "agreement_last": shares[evictions], "evictions": evictions}
 
 
 def _share(mine: list, other: list) -> float:
@@ -268,37 +269,41 @@ def _share(mine: list, other: list) -> float:
     return statistics.mean(shares)
 
 
+MEGABYTES = ".2f"
 COLUMNS = (
-    ("rule", "rule"),
-    ("interval", "interval"),
-    ("kvkeep ms", "ms_mean"),
-    ("kvpress ms", "other_ms_mean"),
-    ("kvpress / kvkeep", "ratio"),
-    ("median ms", "ms_median"),
-    ("kvpress median ms", "other_ms_median"),
-    ("held bytes", "held_bytes"),
-    ("kvpress", "other_held_bytes"),
-    ("peak growth", "peak_growth"),
-    ("kvpress ", "other_peak_growth"),
-    ("same after 1", "agreement_first"),
-    ("after more", "agreement_last"),
+    ("rule", "rule", ""),
+    ("interval", "interval", ""),
+    ("kvkeep ms", "ms_mean", ".1f"),
+    ("kvpress ms", "other_ms_mean", ".1f"),
+    ("kvpress / kvkeep", "ratio", ".3g"),
+    ("kvkeep median", "ms_median", ".1f"),
+    ("kvpress median", "other_ms_median", ".1f"),
+    ("kvkeep holds", "held_bytes", MEGABYTES),
+    ("kvpress holds", "other_held_bytes", MEGABYTES),
+    ("kvkeep grew", "peak_growth", MEGABYTES),
+    ("kvpress grew", "other_peak_growth", MEGABYTES),
+    ("same after 1", "agreement_first", ".3f"),
+    ("same after", "agreement_last", ".3f"),
+    ("evictions", "evictions", ""),
 )
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The result as a table, with what stands behind it."""
     told, rows = result["settings"], result["rows"]
+    shown = [row | {key: row[key] / 1e6 for _, key, form in COLUMNS if form == MEGABYTES} for row in rows]
     versions = ", ".join(f"{name} {version}" for name, version in rows[0]["versions"].items())
     lines = [
         f"{told['model']}, {told['dtype']}, {told['processor']}, {told['threads']} thread, {told['clock']}; kvpress's "
         f"side {versions}, attention {rows[0]['attention']}; ours torch {told['torch']}, transformers "
         f"{told['transformers']}; load average {told['load_average']} before and {told['load_average_after']} after. "
-        f"{rows[0]['rest']} tokens after an eviction. Times of a token, means over whole intervals; bytes held at "
-        "most; share of kept tokens that both keep, after the first eviction and after "
-        + " or ".join(str(count) for count in sorted({row["evictions"] for row in rows}))
-        + ".",
+        f"{rows[0]['rest']} tokens after an eviction. Times of a token, means over whole intervals and medians; MB "
+        "held at most, and by which the resident set grew at most; share of the tokens kept that both keep, after the first "
+        "eviction and after as many as stand there.",
         "",
-        *grid([title for title, _ in COLUMNS], [[row[key] for _, key in COLUMNS] for row in rows]),
+        *grid(
+            [title for title, *_ in COLUMNS], [[format(row[key], form) for _, key, form in COLUMNS] for row in shown]
+        ),
         "",
     ]
     lines += [f"{row['rule']}: {row['differs']}." for row in rows if row["differs"]]

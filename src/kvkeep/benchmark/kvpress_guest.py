@@ -24,7 +24,9 @@ class Session:
         import kvpress
         import torch
         from transformers import AutoModelForCausalLM, DynamicCache
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
         self.torch = torch

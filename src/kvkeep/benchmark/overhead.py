@@ -69,9 +69,9 @@ def overhead(
         progress: called with (done, total) turns.
 
     Returns:
-        A row a policy, ``part`` "step": ``ms_best`` and ``ms_median`` of a step, ``reference_ms`` the median of the
-        reference, ``ratio`` what it takes over the reference; and for a policy with an interval a row with ``part``
-        "evicting step".
+        A row a policy, ``part`` "step": ``ms_best`` and ``ms_median`` of a step, ``reference_ms_best`` and
+        ``reference_ms`` those of the reference, ``ratio`` what it takes over the reference; and for a policy with an
+        interval a row with ``part`` "evicting step".
 
     Raises:
         ValueError: for fewer than five repetitions, or no policy that evicts.
@@ -150,6 +150,7 @@ def _joined(title: str, dtype, interval: int, ordinary: Pair, evicted: Pair | No
     mine = average(paired_ratio(ordinary) * medians[0][1], paired_ratio(evicted) * medians[1][1])
     return row("overhead", title, dtype, part="step", **common) | {
         "ms_best": digits(average(min(ordinary[0]), min(evicted[0]))),
+        "reference_ms_best": digits(average(min(ordinary[1]), min(evicted[1]))),
         "ms_median": digits(average(medians[0][0], medians[1][0])),
         "reference_ms": digits(reference),
         "ratio": round(mine / reference, 4),
@@ -157,9 +158,8 @@ def _joined(title: str, dtype, interval: int, ordinary: Pair, evicted: Pair | No
 
 
 def _compared(title: str, dtype, part: str, pair: Pair, common: dict) -> dict:
-    reference = digits(statistics.median(pair[1]))
-    more = common | {"ratio": round(paired_ratio(pair), 4), "reference_ms": reference}
-    return row("overhead", title, dtype, pair[0], part=part, **more)
+    reference = {"reference_ms": digits(statistics.median(pair[1])), "reference_ms_best": digits(min(pair[1]))}
+    return row("overhead", title, dtype, pair[0], part=part, ratio=round(paired_ratio(pair), 4), **reference, **common)
 
 
 def _bytes_and_floor(model, policy: Policy, context: int, states: States, bandwidth: Bandwidth | None) -> dict:

@@ -51,11 +51,16 @@ PEAK: Column = ("peak MB", _number("peak_rss", ".0f", 1e-6))
 RATIO: Column = ("ratio", _number("ratio", ".2f"))
 FASTER: Column = ("times faster", lambda row: f"{1 / row['ratio']:.2f}")
 MICROSECONDS: list[Column] = [
-    (f"{name} us", _number(key, ".1f", 1e3))
-    for name, key in (("best", "ms_best"), ("median", "ms_median"), ("writes only", "reference_ms"))
+    ("best us", _number("ms_best", ".1f", 1e3)),
+    ("median us", _number("ms_median", ".1f", 1e3)),
+    ("writes only, best", _number("reference_ms_best", ".1f", 1e3)),
+    ("writes only, median", _number("reference_ms", ".1f", 1e3)),
 ]
 WRITES: Column = ("writes only ms", _milliseconds("reference_ms"))
-OVERHEAD: Column = ("overhead", lambda row: f"{row['ratio'] - 1:+.1%}")
+OVERHEAD: list[Column] = [
+    ("overhead", lambda row: f"{row['ratio'] - 1:+.1%}"),
+    ("of bests", lambda row: f"{row['ms_best'] / row['reference_ms_best'] - 1:+.1%}"),
+]
 HELD: list[Column] = [
     ("bytes", _plain("kv_bytes")),
     ("side state", _plain("side_bytes")),
@@ -70,7 +75,7 @@ COLUMNS: dict[str, tuple[str, list[Column]]] = {
     ),
     "overhead": (
         "A whole step, on average over an interval, over one that only writes slots and attends.",
-        [*POLICY, ("", _plain("part")), *TIMES, WRITES, OVERHEAD, *FLOOR],
+        [*POLICY, ("", _plain("part")), *TIMES, WRITES, *OVERHEAD, *FLOOR],
     ),
     "parts": (
         "In one layer, microseconds. layer: an ordinary step; score: what is computed to choose; replace: all of a "

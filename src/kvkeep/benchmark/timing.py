@@ -22,7 +22,8 @@ import torch
 
 FIELDS = (
     *("what", "policy", "part", "budget", "context", "batch", "dtype", "ms_best", "ms_median", "ratio"),
-    *("tokens_per_second", "floor_ms", "kv_bytes", "side_bytes", "peak_rss", "reference_ms", "grown_bytes"),
+    *("tokens_per_second", "floor_ms", "kv_bytes", "side_bytes", "peak_rss"),
+    *("reference_ms", "reference_ms_best", "grown_bytes"),
 )
 """Of every row; null where it means nothing. :mod:`kvkeep.benchmark.report` and docs/speed.md say what they are."""
 
