@@ -298,8 +298,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"side {versions}, attention {rows[0]['attention']}; ours torch {told['torch']}, transformers "
         f"{told['transformers']}; load average {told['load_average']} before and {told['load_average_after']} after. "
         f"{rows[0]['rest']} tokens after an eviction. Times of a token, means over whole intervals and medians; MB "
-        "held at most, and by which the resident set grew at most; share of the tokens kept that both keep, after the first "
-        "eviction and after as many as stand there.",
+        "held at most, and by which the resident set grew at most; share of the tokens kept that both keep, after the "
+        "first eviction and after as many as stand there.",
         "",
         *grid(
             [title for title, *_ in COLUMNS], [[format(row[key], form) for _, key, form in COLUMNS] for row in shown]
