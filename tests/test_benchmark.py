@@ -356,6 +356,24 @@ def test_a_step_is_averaged_over_its_interval():
     assert row["ratio"] == (3 * 10 * 1.25 + 50) / 40  # of 1.25, 1 and 3 in three turns the median is 1.25
 
 
+def test_what_is_done_once_in_a_window_counts(model, monkeypatch):
+    """A policy that takes its time at one token of a window: the median of tokens would not see it."""
+    policy = equipped(model, "streaming")[0].policy(BUDGET)
+    window = policy.budget.window
+
+    def take(jobs, turns, *_):
+        assert turns % window == 0
+        assert turns >= 5 * window
+        slow = [10.0 + 20.0 * (turn % window == 0) for turn in range(turns)]
+        return [slow, [10.0] * turns]
+
+    monkeypatch.setattr(overhead, "in_turns", take)
+    pair = overhead._timed(model, [policy], CONTEXT, states_for(model), 5, None)[id(policy), False]
+    row = overhead._joined("streaming", torch.float32, 0, pair, None, {})
+    assert row["ratio"] == pytest.approx(1 + 2 / window, abs=1e-4)
+    assert overhead.means([1, 3, 5, 9], 2) == [2, 7]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_questions_to_a_policy_are_those_of_a_step_that_chooses(model, name):
     (contender,) = equipped(model, name)

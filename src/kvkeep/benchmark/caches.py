@@ -213,6 +213,7 @@ def phase(budget: Budget, context: int, evicting: bool = False) -> tuple[int, in
     return budget.rest + ahead, budget.rest + ahead + intervals * budget.interval
 
 
+@torch.no_grad()
 def filled_policy(config: PreTrainedConfig, policy: Policy, held: int, seen: int, states: States) -> EvictingCache:
     """An evicting cache of a policy that has seen so many tokens and holds so many."""
     cache = EvictingCache(config, policy)
@@ -237,6 +238,7 @@ def writes_only(config: PreTrainedConfig, budget: Budget, held: int, seen: int, 
     return cache
 
 
+@torch.no_grad()
 def _filled_full(config: PreTrainedConfig, name: str, context: int, states: States, spare: int) -> Cache:
     keys, values = states.pair(context)
     static = name == "static"

@@ -70,8 +70,8 @@ def decode(
         contenders: of :func:`kvkeep.benchmark.caches.contenders`, learned ones with their scorers.
         budget: slots per KV head of the evicting caches.
         contexts: tokens seen before the measured ones. Bounded caches hold ``budget`` of them; those of a policy with
-            an interval are measured half an interval after an eviction, see
-            :func:`kvkeep.benchmark.overhead.overhead` for the mean over whole intervals.
+            an interval are measured half an interval after an eviction. What is done once in a window or interval is in
+            :func:`kvkeep.benchmark.overhead.overhead`, not in a median of tokens.
         batches: rows decoded together.
         repetitions: measured tokens per row, after two that are not counted.
         seed: of the synthetic keys and values.
@@ -104,7 +104,7 @@ def decode(
 
         taken = in_turns([Job(one) for one in group], repetitions, model.device, tell)
         rows += _rows(model, budget, group, taken, bandwidth)
-    del group, states
+        del group, states  # before the next batch's are made
     if source is not None:
         for found, (contender, context, batch) in zip(rows, _in_order(contenders, contexts, batches), strict=True):
             given = (source, found["dtype"], contender, budget, context, batch)

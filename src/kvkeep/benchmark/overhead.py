@@ -1,13 +1,16 @@
 """What deciding costs: a policy's whole step over one that only writes slots, and its parts in one layer.
 
 The reference is :class:`kvkeep.benchmark.caches.WritesOnly`: the same model and attention function, as many slots at
-every step, each pair written in place, nothing scored, watched, remembered or chosen. A policy with an interval L
-evicts at one step of L; ordinary and evicting steps are timed apart and joined,
+every step, each pair written in place, nothing scored, watched, remembered or chosen. Policy and reference take turns,
+a token each, and what is done once in a while counts:
 
-    ``step = ((L - 1) * ordinary + evicting) / L``, and likewise its reference,
+* a policy that decides at every token may score a window of them at once, so what is compared are the means of as many
+  steps as its window has tokens;
+* a policy with an interval L evicts at one step of L. Ordinary and evicting steps are timed apart and joined,
+  ``step = ((L - 1) * ordinary + evicting) / L``, and likewise its reference; ordinary ones around the middle of an
+  interval, where as many tokens are held as on average.
 
-ordinary ones around the middle of an interval, where as many tokens are held as on average. Policy and reference take
-turns, and the ratio is that of each pair of neighbours in time, median over turns.
+The ratio is that of each pair of neighbours in time, the median of all.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from kvkeep.benchmark.caches import (
 )
 from kvkeep.benchmark.decode import Decoder
 from kvkeep.benchmark.limit import Bandwidth, weight_bytes
-from kvkeep.benchmark.timing import WARM_UP, Job, digits, in_turns, require_turns, row
+from kvkeep.benchmark.timing import LEAST, WARM_UP, Job, digits, in_turns, require_turns, row
 from kvkeep.evaluation.contenders import Contender
 from kvkeep.policies.base import Policy, Step
 from kvkeep.runtime.cache import EvictingLayer
@@ -63,7 +66,8 @@ def overhead(
         budget: slots per KV head.
         context: tokens seen before; changes nothing but positions.
         batch: rows decoded together.
-        repetitions: turns of ordinary steps; of evicting ones a third as many, at least five.
+        repetitions: turns of ordinary steps; of evicting ones a third as many. At least five, and of policies that
+            decide at every token at least five windows.
         seed: of the synthetic keys and values.
         bandwidth: for ``floor_ms``; None leaves it out.
         progress: called with (done, total) turns.
@@ -80,28 +84,55 @@ def overhead(
     check(contenders, repetitions)
     states = States(model, batch, longest([context], budget), seed)
     made = [contender.policy(budget) for contender in subjects]
-    jobs = [job for policy in made for job in _pair(model, policy, context, states, False)]
-    late = [policy for policy in made if policy.budget.interval]
-    fewer = max(repetitions // 3, 5)
-    total = repetitions + WARM_UP + (fewer + WARM_UP if late else 0)
-
-    def tell(done: int, before: int) -> None:
-        if progress is not None:
-            progress(before + done, total)
-
-    ordinary = _pairs(in_turns(jobs, repetitions, model.device, lambda done, _: tell(done, 0)))
-    jobs = [job for policy in late for job in _pair(model, policy, context, states, True)]
-    before = repetitions + WARM_UP
-    evictions = iter(_pairs(in_turns(jobs, fewer, model.device, lambda done, _: tell(done, before)) if late else []))
+    found = _timed(model, made, context, states, repetitions, progress)
     rows = []
-    for contender, policy, pair in zip(subjects, made, ordinary, strict=True):
+    for contender, policy in zip(subjects, made, strict=True):
         common = {"budget": budget, "context": context, "batch": batch}
         common |= _bytes_and_floor(model, policy, context, states, bandwidth)
-        evicted = next(evictions) if policy.budget.interval else None
-        rows.append(_joined(contender.title, model.dtype, policy.budget.interval, pair, evicted, common))
+        ordinary, evicted = found[id(policy), False], found.get((id(policy), True))
+        rows.append(_joined(contender.title, model.dtype, policy.budget.interval, ordinary, evicted, common))
         if evicted is not None:
             rows.append(_compared(contender.title, model.dtype, "evicting step", evicted, common))
     return rows
+
+
+def _timed(
+    model, made: Sequence[Policy], context: int, states: States, repetitions: int, progress
+) -> dict[tuple[int, bool], Pair]:
+    """Times of (which policy, at evicting steps only), those that decide at every token by means of windows."""
+    early, late = ([policy for policy in made if bool(policy.budget.interval) == has] for has in (False, True))
+    window = max((policy.budget.window for policy in early), default=1)
+    plans = [
+        (early, False, window * max(-(-repetitions // window), LEAST)),
+        (late, False, repetitions),
+        (late, True, max(repetitions // 3, LEAST)),
+    ]
+    plans = [plan for plan in plans if plan[0]]
+    total, before = sum(turns + WARM_UP for *_, turns in plans), 0
+    found: dict[tuple[int, bool], Pair] = {}  # (which policy, evicting)
+    for policies, evicts, turns in plans:
+
+        def tell(done: int, _: int, before=before) -> None:
+            if progress is not None:
+                progress(before + done, total)
+
+        jobs = [job for policy in policies for job in _pair(model, policy, context, states, evicts)]
+        taken = in_turns(jobs, turns, model.device, tell)
+        if policies is early:
+            taken = [means(times, window) for times in taken]
+        pairs = zip(taken[::2], taken[1::2], strict=True)
+        found |= {(id(policy), evicts): pair for policy, pair in zip(policies, pairs, strict=True)}
+        before += turns + WARM_UP
+    return found
+
+
+def means(times: Sequence[float], size: int) -> list[float]:
+    """Means of ``size`` neighbours, in order.
+
+    >>> means([1, 3, 5, 9], 2)
+    [2.0, 7.0]
+    """
+    return [sum(times[start : start + size]) / size for start in range(0, len(times), size)]
 
 
 def check(contenders: Sequence[Contender], repetitions: int) -> None:
@@ -126,10 +157,6 @@ def _pair(model, policy: Policy, context: int, states: States, evicts: bool) -> 
 
         jobs.append(Job(Decoder.__call__, lambda made=made: (made(),)) if evicts else Job(made()))
     return jobs
-
-
-def _pairs(taken: list[list[float]]) -> list[Pair]:
-    return list(zip(taken[::2], taken[1::2], strict=True))
 
 
 def paired_ratio(pair: Pair) -> float:
@@ -190,10 +217,11 @@ def parts(
     Args: as :func:`overhead`.
 
     Returns:
-        Rows with ``part``: "layer" (an ordinary step of the cache and its attention; ``reference_ms`` is a layer that
-        only writes and attends), "score" (what the policy computes when it must choose: one token of an entry policy,
-        all tokens held otherwise), and of an entry policy "replace" (all of a step but attention), of the others
-        "statistics" (watching one query) and "evict" (choosing by given scores, and closing the gaps).
+        Rows with ``part``: "layer" (an ordinary step of the cache and its attention, of a policy that decides at every
+        token the mean of a window of them; ``reference_ms`` is a layer that only writes and attends), "score" (what the
+        policy computes when it must choose: one token of an entry policy, all tokens held otherwise), and of an entry
+        policy "replace" (all of a step but attention), of the others "statistics" (watching one query) and "evict"
+        (choosing by given scores, and closing the gaps).
     """
     subjects = evicting(contenders)
     check(contenders, repetitions)
@@ -204,6 +232,10 @@ def parts(
         common = {"budget": budget, "context": context, "batch": batch}
         jobs = _layer_jobs(model, policy, context, states)
         times = dict(zip(jobs, in_turns(list(jobs.values()), repetitions, model.device), strict=True))
+        if not policy.budget.interval:  # whole windows
+            whole = repetitions - repetitions % min(policy.budget.window, repetitions)
+            for part in ("layer", "writes only", "replace"):
+                times[part] = means(times[part][:whole], min(policy.budget.window, repetitions))
         pair = times.pop("layer"), times.pop("writes only")
         rows.append(_compared(contender.title, model.dtype, "layer", pair, common))
         for part, spent in times.items():

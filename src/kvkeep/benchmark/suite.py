@@ -16,7 +16,7 @@ from kvkeep.evaluation.contenders import Contender
 WHATS = ("decode", "overhead", "prefill", "labels", "running_topk", "memory", "capacity")
 LENGTHS = {"decode": (2048, 8192), "prefill": (2048, 4096, 8192), "labels": (2048, 4096, 8192)}
 REPETITIONS = {"decode": 9, "overhead": 32}  # LEAST for the others
-PARTS_REPETITIONS = 200  # of one layer, a fraction of a millisecond each
+PARTS_REPETITIONS = 256  # of one layer, a fraction of a millisecond each
 LIMITED = ("decode", "overhead", "capacity")  # rows with a floor
 
 
