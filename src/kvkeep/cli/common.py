@@ -53,6 +53,10 @@ AtRestFlag = Annotated[
     bool, typer.Option("--budget-at-rest", help="The budget counts tokens after an eviction, as in ForesightKV.")
 ]
 ScorerFlag = Annotated[Path | None, typer.Option("--scorer", metavar="DIR", help="The scorer of a learned policy.")]
+ScorersFlag = Annotated[
+    list[str] | None,
+    typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy; several of a NAME are compared."),
+]
 PrefillFlag = Annotated[
     Prefill,
     typer.Option("--prefill", help="sparse: as if decoded token by token; dense: full attention, pruned once."),
@@ -117,6 +121,28 @@ def equipped(contender: Contender, model: Any) -> Contender:
             "it with --scorer"
         )
     return contender.with_scorer(scorer, "shipped")
+
+
+def scorers(given: Sequence[str]) -> dict[str, list[tuple[Any, str]]]:
+    """`NAME=DIR` of --scorer as policy -> (scorer, where it was read from), several of a policy in order.
+
+    Raises:
+        ValueError: for another form, an unknown policy, or a folder that holds no scorer.
+    """
+    found: dict[str, list[tuple[Any, str]]] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or not name or not folder:
+            raise ValueError(f"--scorer takes NAME=DIR, not {text!r}")
+        policies.describe(name)
+        found.setdefault(name, []).append((kvkeep.load_scorer(folder), folder))
+    return found
+
+
+def require_intervals(interval: int | None, contenders: Sequence[Contender]) -> None:
+    """Raise ValueError where an interval is given and nobody has one."""
+    if interval is not None and not any(policies.describe(one.name).kind == "attention" for one in contenders):
+        raise ValueError(f"--interval {interval} is for policies that decide every interval; none is among these")
 
 
 def standard_input() -> Iterator[str]:

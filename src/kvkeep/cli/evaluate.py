@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-import kvkeep
 from kvkeep import policies
 from kvkeep.cli import common
 from kvkeep.evaluation import documents
@@ -22,10 +21,6 @@ from kvkeep.evaluation.table import recall_table, table
 
 DataFlag = Annotated[list[Path] | None, typer.Option("--data", metavar="FILE...", help="Texts; the bundled ones else.")]
 CountFlag = Annotated[int | None, typer.Option("--documents", min=1, help="At most so many, of all kinds in turn.")]
-ScorersFlag = Annotated[
-    list[str] | None,
-    typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy; several of a NAME are compared."),
-]
 RecallFlag = Annotated[
     bool, typer.Option("--recall", help="Also what is held of KVpop's teacher, per layer; one more pass a document.")
 ]
@@ -57,7 +52,7 @@ def run(
     window: common.WindowFlag = None,
     interval: common.IntervalFlag = None,
     budget_at_rest: common.AtRestFlag = False,
-    scorer: ScorersFlag = None,
+    scorer: common.ScorersFlag = None,
     dtype: common.DtypeFlag = None,
     device: common.DeviceFlag = None,
     recall: RecallFlag = False,
@@ -73,10 +68,9 @@ def run(
         seed=seed,
         at_rest=budget_at_rest,
         overrides={"sinks": sinks, "window": window, "interval": interval},
-        scorers=_scorers(scorer or []),
+        scorers=common.scorers(scorer or []),
     )
-    if interval is not None and not any(policies.describe(one.name).kind == "attention" for one in contenders):
-        raise ValueError(f"--interval {interval} is for policies that decide every interval; none is among these")
+    common.require_intervals(interval, contenders)
     tokens = common.numbers(budgets, "--budgets")
     ready = [one for one in contenders if one.scorer is not None or not policies.describe(one.name).learned]
     for budget in tokens if ready else ():
@@ -166,14 +160,3 @@ def _texts(files: list[Path], kinds: str | None) -> list[Any]:
         if kind not in known:
             raise ValueError(f"no document is of kind {kind!r}; there are {', '.join(known)}")
     return [document for document in texts if wanted is None or document.kind in wanted]
-
-
-def _scorers(given: list[str]) -> dict[str, list[tuple[Any, str]]]:
-    scorers: dict[str, list[tuple[Any, str]]] = {}
-    for text in given:
-        name, equals, folder = text.partition("=")
-        if not equals or not name or not folder:
-            raise ValueError(f"--scorer takes NAME=DIR, not {text!r}")
-        policies.describe(name)
-        scorers.setdefault(name, []).append((kvkeep.load_scorer(folder), folder))
-    return scorers
