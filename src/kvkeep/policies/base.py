@@ -53,7 +53,10 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layer a policy works in: index, KV heads, query heads per KV head (group), head size, logit scaling."""
+    """The layer a policy works in: index, KV heads, query heads per KV head (group), head size, logit scaling.
+
+    ``first_head`` is the index of its first KV head among the model's, above 0 where a layer is spread over devices.
+    """
 
     layer: int
     kv_heads: int
@@ -61,6 +64,7 @@ class Geometry:
     head_dim: int
     scaling: float
     rotary: Rotary | None = None
+    first_head: int = 0
 
 
 def split_slots(slots: int, sinks: int, window: int, interval: int) -> Budget:

@@ -2,8 +2,8 @@
 
 The step is that of :class:`kvkeep.runtime.entry.EntryResidency`, vectorised over requests at positions of their own. A
 prompt, or any piece of one, *is* that class: what a page holds is laid out as its slots, it takes in the piece, and
-what it then holds is written back. Tokens held lie in the first slots of a block, in no particular order, so that a paged
-attention kernel reads them as a short sequence.
+what it then holds is written back. Tokens held lie in the first slots of a block, in no particular order, so that a
+paged attention kernel reads them as a short sequence.
 """
 
 from __future__ import annotations
