@@ -22,8 +22,8 @@ def geometry_for(policy, layer=1):
     return Geometry(layer, HEADS, GROUP, SIZE, SIZE**-0.5, embedding)
 
 
-def make_layer(policy, blocks=4, dtype=torch.float64, backend="auto", seed=0, surplus=3):
-    """A layer over blocks with ``surplus`` slots that must stay untouched; keys lie in an order of their own."""
+def make_layer(policy, blocks=4, dtype=torch.float64, backend="auto", seed=0, surplus=3, plain=False):
+    """A layer over blocks with ``surplus`` slots that must stay untouched; numbers lie in an order of their own."""
     geometry = geometry_for(policy)
     kind = entry_state if policy.kind == "entry" else interval_state
     state = kind(policy, geometry, dtype)
@@ -34,7 +34,7 @@ def make_layer(policy, blocks=4, dtype=torch.float64, backend="auto", seed=0, su
     generator = torch.Generator().manual_seed(seed)
     memory = torch.randn(blocks * page + 7 * 8, dtype=dtype, generator=generator)  # garbage, not zeros
     cache = memory[56 : 56 + blocks * page].as_strided((blocks, HEADS, slots, 2 * SIZE), (page, head, 2 * SIZE, 1), 56)
-    place = torch.randperm(head, generator=generator).view(slots, 2 * SIZE)
+    place = (torch.arange(head) if plain else torch.randperm(head, generator=generator)).view(slots, 2 * SIZE)
     pages = Pages(cache, place, SIZE, aligned(pair_bytes), state)
     if policy.kind == "entry":
         return EntryLayer(policy, geometry, pages, backend)
@@ -70,6 +70,7 @@ class Request:
 
 def paged_attention(layer, request):
     """What an engine's kernel reads: the newest query over the first slots of the block, in whatever order."""
+    assert not layer.attends
     count = layer.held_tokens(request.block, request.seen).shape[-1]
     block = torch.tensor([request.block])
     keys, values = layer.pages.read(block, layer.pages.every(0, count, 1))

@@ -43,12 +43,13 @@ def compare(layer, request, got, expected):
     case=st.sampled_from(ONLINE),
     work=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 23)), min_size=1, max_size=5),
     backend=st.sampled_from(["numba", "torch"]),
+    plain=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_blocks_hold_what_the_library_holds(case, work, backend, seed):
+def test_blocks_hold_what_the_library_holds(case, work, backend, plain, seed):
     """Three requests take in pieces of prompt in turn, then tokens together; then one block is given to another."""
     policy = make(case)
-    layer = make_layer(policy, backend=backend, seed=seed)
+    layer = make_layer(policy, backend=backend, seed=seed, plain=plain)
     requests = [Request(policy, 140, seed + i) for i in range(4)]
     for block, request in zip((3, 0, 2), requests[:3], strict=True):
         request.block = block

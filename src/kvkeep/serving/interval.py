@@ -2,10 +2,12 @@
 
 A policy that watches the attention needs the probabilities, which no paged kernel hands out, so its steps attend here:
 the pages of the requests are gathered, :class:`kvkeep.runtime.interval.IntervalResidency` makes its step, and what
-changed is written. A policy that asks for keys and values only at an eviction leaves the attention to the engine: its
-steps write one pair, and only requests that stand at an eviction are gathered.
+changed is written. Tokens held lie in the last slots of a page, as they do in the residency.
 
-Tokens held lie in the first slots of a block, in no particular order.
+A policy that asks for keys and values only at an eviction leaves the attention to the engine: its steps write one pair,
+and only requests that stand at an eviction are gathered. Tokens held lie in the first slots, as a kernel wants them.
+
+Either way in no particular order.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from torch import Tensor
 
 from kvkeep.policies.base import AttentionPolicy, Geometry
 from kvkeep.runtime.interval import IntervalResidency
-from kvkeep.runtime.residency import Residency, require_finite, rows_by
+from kvkeep.runtime.residency import require_finite, rows_by
 from kvkeep.serving.memory import memory_shapes, recall, remember
 from kvkeep.serving.pages import Pages, State
 from kvkeep.serving.rows import Rows, held
-from kvkeep.slots import EMPTY, Slots
+from kvkeep.slots import EMPTY, Slots, gather_slots
 
+SLOT = "slot."  # what the names of statistics begin with in a page
 RECENT = "recent"  # the newest queries of a request, for policies that want them
 
 
@@ -34,7 +37,7 @@ def interval_state(policy: AttentionPolicy, geometry: Geometry, dtype: torch.dty
     heads, slots, wide = geometry.kv_heads, policy.budget.slots, torch.promote_types(dtype, torch.float32)
     shapes = {"positions": ((heads, slots), torch.int32)}
     for name, statistic in policy.slot_statistics(geometry).items():
-        shapes["slot." + name] = ((heads, slots, *statistic.shape), wide)
+        shapes[SLOT + name] = ((heads, slots, *statistic.shape), wide)
     if policy.recent_queries:
         shapes[RECENT] = ((heads, geometry.group, policy.recent_queries, geometry.head_dim), dtype)
     return State(shapes | memory_shapes(policy.new_memory(geometry, 1, torch.device("cpu"), wide)))
@@ -89,7 +92,14 @@ class IntervalLayer:
         require_finite(values[:, :, None], "values", layer, newest)
         residency = self.gather(rows)
         output = residency.step(query[:, :, None], keys[:, :, None], values[:, :, None])
-        self.scatter(residency, rows)
+        if any(self.empty.boundary(seen) for seen in rows.seen):
+            self.scatter(residency, rows)
+        else:  # nobody has moved
+            slots, pages = residency.slots, self.pages
+            newest = torch.tensor([slots.capacity - count for count in slots.held], device=keys.device)
+            at = newest[:, None, None].expand(-1, pages.heads, 1)  # [R, H, 1]
+            pages.write(rows.blocks, at, keys[:, :, None], values[:, :, None])
+            self.scatter_state(residency, rows, None)
         return output[:, :, 0]
 
     def evict(self, rows: Rows) -> None:
@@ -109,55 +119,58 @@ class IntervalLayer:
         self.scatter(residency, rows)
         return output
 
-    # Between pages, whose tokens lie first, and slots, whose tokens lie last
+    # Between pages and the slots of a residency, whose tokens lie last
 
     def gather(self, rows: Rows) -> IntervalResidency:
         """A residency of the requests, with copies of what their pages hold."""
         pages, capacity = self.pages, self.policy.budget.slots
         held_now = held(self.policy.budget, rows.positions)
-        index = self.shifted(held_now, capacity)
-        keys, values = pages.read(rows.blocks, index)
-        positions = pages.state["positions"][rows.blocks].gather(2, index)
-        vacant = torch.arange(capacity, device=index.device) < capacity - held_now[:, None, None]
-        slots = Slots(keys, values, positions.masked_fill(vacant, EMPTY), held_now.tolist())
-        for name in self.empty.slots.extras:
-            stored = pages.state["slot." + name][rows.blocks]
-            slots.extras[name] = stored.gather(2, _over(index, stored))
+        turn = self.turn(held_now)
+        vacant = torch.arange(capacity, device=held_now.device) < capacity - held_now[:, None, None]
+        keys, values = (_turned(pair, turn) for pair in pages.read_all(rows.blocks, capacity))
+        positions = _turned(pages.state["positions"][rows.blocks], turn).masked_fill(vacant, EMPTY)
+        extras = {name: _turned(pages.state[SLOT + name][rows.blocks], turn) for name in self.empty.slots.extras}
         residency = object.__new__(IntervalResidency)
         residency.__dict__.update(self.empty.__dict__)
-        residency.slots, residency.seen = slots, list(rows.seen)
+        residency.slots = Slots(keys, values, positions, held_now.tolist(), extras)
+        residency.seen = list(rows.seen)
         residency.memory = recall(pages, rows, self.empty.memory)
         if residency.recent is not None:
             residency.recent = pages.state[RECENT][rows.blocks]
         return residency
 
-    def scatter(self, residency: Residency, rows: Rows) -> None:
+    def scatter(self, residency: IntervalResidency, rows: Rows) -> None:
         """Write what a residency of the requests holds into their pages."""
-        pages, slots, capacity = self.pages, residency.slots, self.policy.budget.slots
-        index = self.shifted(torch.tensor(slots.held, device=rows.blocks.device), capacity)
-        everything = pages.every(0, capacity, len(rows.seen))
-        back = torch.empty_like(index).scatter_(2, index, everything)  # where in the slots a page's slot lies
-        keys, values = (tensor.gather(2, _over(back, tensor)) for tensor in (slots.keys, slots.values))
-        pages.write(rows.blocks, everything, keys, values)
-        pages.state["positions"][rows.blocks] = slots.positions.gather(2, back)
+        pages, slots = self.pages, residency.slots
+        turn = self.turn(torch.tensor(slots.held, device=rows.blocks.device))
+        back = None if turn is None else turn.argsort(-1)  # where in the slots a page's slot lies
+        everything = pages.every(0, slots.capacity, len(rows.seen))
+        pages.write(rows.blocks, everything, _turned(slots.keys, back), _turned(slots.values, back))
+        self.scatter_state(residency, rows, back)
+
+    def scatter_state(self, residency: IntervalResidency, rows: Rows, back: Tensor | None) -> None:
+        pages, slots = self.pages, residency.slots
+        pages.state["positions"][rows.blocks] = _turned(slots.positions, back)
         for name, extra in slots.extras.items():
-            pages.state["slot." + name][rows.blocks] = extra.gather(2, _over(back, extra))
+            pages.state[SLOT + name][rows.blocks] = _turned(extra, back)
         remember(pages, rows, residency.memory)
         if residency.recent is not None:
             pages.state[RECENT][rows.blocks] = residency.recent
 
-    def shifted(self, held_now: Tensor, capacity: int) -> Tensor:
-        """For every slot of a right-aligned row the page's slot, int64 ``[R, H, capacity]``: a rotation."""
-        slot = torch.arange(capacity, device=held_now.device)
-        return ((slot + held_now[:, None]) % capacity)[:, None].expand(-1, self.pages.heads, -1)
+    def turn(self, held_now: Tensor) -> Tensor | None:
+        """The page's slot for every slot of a residency, int64 ``[R, H, slots]``; None where they are the same."""
+        if self.attends:
+            return None
+        slot = torch.arange(self.policy.budget.slots, device=held_now.device)
+        return ((slot + held_now[:, None]) % len(slot))[:, None].expand(-1, self.pages.heads, -1)
 
     def held_tokens(self, block: int, seen: int) -> Tensor:
         """int32 ``[H, n]``, positions of the tokens held, oldest first: for tests and pictures."""
-        count = int(held(self.policy.budget, torch.tensor(seen)))
-        return self.pages.state["positions"][block, :, :count].sort(-1).values
+        slots, count = self.policy.budget.slots, int(held(self.policy.budget, torch.tensor(seen)))
+        first = slots - count if self.attends else 0
+        return self.pages.state["positions"][block, :, first : first + count].sort(-1).values
 
 
-def _over(index: Tensor, tensor: Tensor) -> Tensor:
-    """``[R, H, n]`` -> the index of a gather of ``[R, H, N, ...]``."""
-    tail = tensor.shape[3:]
-    return index.reshape(*index.shape, *(1,) * len(tail)).expand(*index.shape, *tail)
+def _turned(tensor: Tensor, turn: Tensor | None) -> Tensor:
+    """``[R, H, slots, ...]`` in another order of slots."""
+    return tensor if turn is None else gather_slots(tensor, turn)

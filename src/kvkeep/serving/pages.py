@@ -89,6 +89,12 @@ class Pages:
             view = torch.empty(0, dtype=dtype, device=cache.device)
             self.state[name] = view.set_(storage, (begin + at) // dtype.itemsize, (cache.shape[0], *shape), stride)
 
+        self.whole = None  # [blocks, H, slots, D + Dv], where pairs lie one behind the other
+        width = place.shape[1]
+        if torch.equal(place, torch.arange(place.numel(), device=place.device).view_as(place)):
+            shape, stride = (*cache.shape[:2], *place.shape), (self.block_stride, self.head_stride, width, 1)
+            self.whole = self.flat.as_strided(shape, stride, self.offset)
+
     @property
     def blocks(self) -> int:
         return next(iter(self.state.values())).shape[0]
@@ -102,6 +108,13 @@ class Pages:
     def read(self, blocks: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[R, H, n, D]`` and values of the given slots."""
         pairs = self.flat[self.index(blocks, slots)]
+        return pairs[..., : self.head_dim], pairs[..., self.head_dim :]
+
+    def read_all(self, blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``count`` slots of the blocks."""
+        if self.whole is None:
+            return self.read(blocks, self.every(0, count, len(blocks)))
+        pairs = self.whole[:, :, :count][blocks]
         return pairs[..., : self.head_dim], pairs[..., self.head_dim :]
 
     def write(self, blocks: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -209,8 +209,8 @@ class Attention:
         """Raise ValueError with one sentence for what kvkeep does not serve."""
         if self.sliding_window is not None:
             raise ValueError(
-                f"{self.layer} has a sliding window of {self.sliding_window}: models that mix it with full attention are "
-                "run by kvkeep under transformers, not yet under vLLM"
+                f"{self.layer} has a sliding window of {self.sliding_window}: models that mix it with full attention "
+                "are run by kvkeep under transformers, not yet under vLLM"
             )
         changed = [name for name in ("softcap", "sinks", "alibi") if getattr(self, name)]
         if changed:

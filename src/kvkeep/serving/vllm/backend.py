@@ -1,8 +1,8 @@
 """The attention of a layer under a budget, around a stock backend of vLLM.
 
-Prompts attend by kvkeep's own code, piece by piece, as token by token decoding would. Requests that take in one token do
-so together: kvkeep chooses and writes the slot of every head, and the stock kernel reads each request's block as a short
-sequence (a policy that watches the attention attends itself).
+Prompts attend by kvkeep's own code, piece by piece, as token by token decoding would. Requests that take in one token
+do so together: kvkeep chooses and writes the slot of every head, and the stock kernel reads each request's block as a
+short sequence (a policy that watches the attention attends itself).
 
 :class:`Keeping` and :class:`Planning` are mixed into the stock implementation and metadata builder of a platform.
 """

@@ -1,4 +1,4 @@
-"""The backend on CPUs. Their kernels pack keys in orders of their own, so where a number lies is found out by trying."""
+"""The backend on CPUs, whose kernels pack keys in orders of their own: where a number lies is found out by trying."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvkeep.serving.pages import plain_place
 from kvkeep.serving.vllm.backend import Keeping, Planning, customised, multiple_of
 
 DIGITS = 256  # whole numbers below it are exact in every number format of a cache
@@ -44,6 +45,8 @@ class Implementation(Keeping, CPUAttentionBackendImpl):
     """One layer's attention."""
 
     def place(self, layer, kv_cache: Tensor) -> Tensor:
+        if self.serving.attends:  # no kernel reads the cache
+            return plain_place(kv_cache)
         return packed_place(layer.isa, kv_cache.dtype, kv_cache.shape[2], self.head_size)
 
 
