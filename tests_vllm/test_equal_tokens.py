@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from engines import PROMPTS, engine, forget_positions, greedy, held_by
-from vllm import SamplingParams
+from engines import run
 
 import kvkeep
-from kvkeep.scorers.shipped import shipped
 from kvkeep.serving.settings import Settings
 
 NEW_TOKENS = 96
 BUDGET = 64
-SERVED = [
-    "streaming",
-    "random",
-    "kvpop_mlp",
-    "kvpop",
-    "keydiff",
-    "foresightkv",
-    "h2o_decayed",
-    "snapkv",
-    "rkv",
-    "expected_attention",
-    "tova",
-    "h2o",
-]
+IN_PIECES = {"max_num_batched_tokens": 48, "max_num_seqs": 4}  # prompts come beside requests that already write
+PREEMPTED = (60, 30)  # tokens, and the step at which all requests lose their blocks
+SERVED = {  # every policy that generates, and how its engine is told to take prompts in
+    "streaming": {},
+    "random": {},
+    "kvpop_mlp": {},
+    "kvpop": IN_PIECES,
+    "keydiff": IN_PIECES,
+    "foresightkv": IN_PIECES,
+    "h2o_decayed": {},
+}
+OTHERS = {name: {} for name in ("tova", "h2o", "snapkv", "rkv", "expected_attention")}
+EVERY = [*SERVED, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 
 
-def policy_of(name, model, budget=BUDGET):
-    settings = Settings(name, budget)
+def policy_of(name, model):
+    settings = Settings(name, BUDGET)
     return settings.make(settings.scorer_for(model.config))
 
 
-def agreement(model, ids, prompt, policy):
-    """How many of the tokens after the prompt the library would have written too, given those before them."""
-    result = kvkeep.replay(model, torch.tensor([ids]), policy, return_logits=True)
-    chosen = result.logits[0, prompt - 1 : -1].argmax(-1)
-    return int((chosen == torch.tensor(ids[prompt:])).sum()), result
+@pytest.fixture(scope="session")
+def written(model_folder, tmp_path_factory):
+    """What an engine under a policy writes and holds, undisturbed and preempted; run once."""
+
+    @functools.cache
+    def engine(name):
+        job = {
+            "model": model_folder,
+            "settings": Settings(name, BUDGET).to_json(),
+            "engine": (SERVED | OTHERS)[name],
+            "runs": [(NEW_TOKENS, 0), PREEMPTED],
+        }
+        return run(job, tmp_path_factory.mktemp(name))
+
+    return engine
+
+
+def disagreements(model, ids, count, policy):
+    """Which of the last ``count`` tokens the library would not have written, given those before them."""
+    logits = kvkeep.replay(model, torch.tensor([ids]), policy, return_logits=True).logits
+    chosen = logits[0, -count - 1 : -1].argmax(-1)
+    return (chosen != torch.tensor(ids[-count:])).nonzero().flatten().tolist()
 
 
 def library_holds(model, ids, policy):
@@ -50,75 +66,35 @@ def library_holds(model, ids, policy):
     )
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_tokens_and_caches_are_the_librarys(name, model_folder, library):
-    """Three prompts, batched: shorter than the budget, much longer, and in between; the long one in chunks too."""
+@pytest.mark.parametrize("name", EVERY)
+def test_tokens_are_the_librarys(name, written, library):
+    """Three prompts, batched: shorter than the budget, much longer, and in between."""
+    ids = written(name)[0]["ids"]
+    assert min(map(len, ids)) < BUDGET + NEW_TOKENS < max(map(len, ids)) - BUDGET
     policy = policy_of(name, library)
-    with engine(model_folder, name, BUDGET) as llm:
-        greedy(llm, PROMPTS[:1], 2)  # lays the layers out
-        forget_positions()
-        written = greedy(llm, PROMPTS, NEW_TOKENS)
-        held = [held_by(len(ids) - 1) for ids in written]
-    prompts = [len(ids) - NEW_TOKENS for ids in written]
-    assert min(prompts) < BUDGET < max(prompts)
-    agreed = [agreement(library, ids, prompt, policy)[0] for ids, prompt in zip(written, prompts, strict=True)]
-    assert agreed == [NEW_TOKENS] * 3
-    for ids, got in zip(written, held, strict=True):
-        assert torch.equal(got, library_holds(library, ids, policy))
+    assert [disagreements(library, one, NEW_TOKENS, policy) for one in ids] == [[], [], []]
 
 
-def test_the_wrong_policy_is_noticed(model_folder, library):
-    """The control: were the plugin to evict by another rule, both comparisons above would fail."""
-    with engine(model_folder, "kvpop_mlp", BUDGET) as llm:
-        greedy(llm, PROMPTS[:1], 2)
-        forget_positions()
-        written = greedy(llm, PROMPTS, NEW_TOKENS)
-        held = [held_by(len(ids) - 1) for ids in written]
-    wrong = policy_of("streaming", library)
-    agreed = [agreement(library, ids, len(ids) - NEW_TOKENS, wrong)[0] for ids in written]
-    assert sum(agreed) < 3 * NEW_TOKENS
-    assert not any(torch.equal(got, library_holds(library, ids, wrong)) for ids, got in zip(written, held, strict=True))
-
-
-@pytest.mark.parametrize("name", ["kvpop", "foresightkv", "keydiff"])
-def test_chunks_of_a_prompt_change_nothing(name, model_folder, library):
-    """A step takes in at most 48 tokens, so prompts come in pieces, beside requests that already write."""
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("turn", [0, 1], ids=["undisturbed", "preempted"])
+def test_blocks_hold_what_the_library_holds(name, turn, written, library):
+    """Also where every request lost its block half way and began again, with what it had written as a prompt."""
     policy = policy_of(name, library)
-    with engine(model_folder, name, BUDGET, max_num_batched_tokens=48, max_num_seqs=4) as llm:
-        greedy(llm, PROMPTS[:1], 2)
-        forget_positions()
-        written = greedy(llm, PROMPTS, NEW_TOKENS)
-        held = [held_by(len(ids) - 1) for ids in written]
-    for ids, got in zip(written, held, strict=True):
-        assert agreement(library, ids, len(ids) - NEW_TOKENS, policy)[0] == NEW_TOKENS
-        assert torch.equal(got, library_holds(library, ids, policy))
+    for ids, held in zip(*(written(name)[turn][key] for key in ("ids", "held")), strict=True):
+        assert torch.equal(held, library_holds(library, ids, policy))
 
 
-@pytest.mark.parametrize("name", ["kvpop", "foresightkv", "keydiff"])
-def test_a_preempted_request_is_recomputed_to_the_same_cache(name, model_folder, library):
-    """All running requests lose their blocks half way and begin again, with what they have written as a prompt."""
-    policy = policy_of(name, library)
-    with engine(model_folder, name, BUDGET) as llm:
-        greedy(llm, PROMPTS[:1], 2)
-        forget_positions()
-        parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-        for index, prompt in enumerate(PROMPTS):
-            llm.llm_engine.add_request(str(index), prompt, parameters)
-        finished, steps = {}, 0
-        while llm.llm_engine.has_unfinished_requests():
-            for output in llm.llm_engine.step():
-                if output.finished:
-                    finished[output.request_id] = list(output.prompt_token_ids) + list(output.outputs[0].token_ids)
-            steps += 1
-            if steps == NEW_TOKENS // 2:
-                forget_positions()
-                assert llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
-        written = [finished[str(index)] for index in range(3)]
-        held = [held_by(len(ids) - 1) for ids in written]
-    for ids, got in zip(written, held, strict=True):
-        assert agreement(library, ids, len(ids) - NEW_TOKENS, policy)[0] == NEW_TOKENS
-        assert torch.equal(got, library_holds(library, ids, policy))
+@pytest.mark.parametrize("name", EVERY)
+def test_preemption_changes_no_token(name, written):
+    undisturbed, preempted = written(name)
+    for long, short in zip(undisturbed["ids"], preempted["ids"], strict=True):
+        assert short == long[: len(short)]
+        assert len(long) - len(short) == NEW_TOKENS - PREEMPTED[0]
 
 
-def test_a_scorer_is_shipped_for_the_learned_ones(library):
-    assert all(shipped(name, library.config) for name in ("kvpop_mlp", "kvpop", "foresightkv"))
+def test_the_wrong_policy_is_noticed(written, library):
+    """The control: were the plugin to evict by another rule, both comparisons would fail."""
+    result, wrong = written("kvpop_mlp")[0], policy_of("streaming", library)
+    assert sum(len(disagreements(library, ids, NEW_TOKENS, wrong)) for ids in result["ids"]) > 0
+    for ids, held in zip(result["ids"], result["held"], strict=True):
+        assert not torch.equal(held, library_holds(library, ids, wrong))

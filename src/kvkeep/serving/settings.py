@@ -21,6 +21,8 @@ from kvkeep.scorers import Scorer, load_scorer, model_fingerprint
 from kvkeep.scorers.shipped import shipped
 
 KEY = "kvkeep"  # where the record stands in an engine's additional configuration
+MISTAKE = "kvkeep refuses:"  # what an engine's log says before a sentence for the user
+EXTENSION = "kvkeep.serving.vllm.report.Reporting"  # what vLLM mixes into its workers so that they tell of evictions
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ class Engine:
             raise ValueError("overlapping microbatches are not supported by kvkeep: start without them")
         if self.connector is not None:
             raise ValueError(
-                f"the KV connector {self.connector} would move pairs without what kvkeep knows of them: start without it"
+                f"the KV connector {self.connector} would move pairs without what kvkeep knows of them: start without "
+                "it"
             )
 
 

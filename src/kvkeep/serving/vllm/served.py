@@ -20,12 +20,10 @@ from kvkeep.scorers import LayerShape, Layout
 from kvkeep.serving.entry import EntryLayer, entry_state
 from kvkeep.serving.interval import IntervalLayer, interval_state, watches
 from kvkeep.serving.pages import Pages, State
-from kvkeep.serving.settings import KEY, Attention, Engine, Settings, checkpoint_fingerprint
+from kvkeep.serving.settings import KEY, MISTAKE, Attention, Engine, Settings, checkpoint_fingerprint
 from kvkeep.serving.shards import Shard
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints the loggers below its own
-
-MISTAKE = "kvkeep refuses:"  # what the log line of a refusal contains
 
 _lock = threading.Lock()
 _latest: tuple[VllmConfig, Served | None] | None = None
@@ -126,7 +124,7 @@ class Served:
         whole = settings.make(scorer)
         whole.require_fits(model)
         budget, longest = whole.budget, config.model_config.max_model_len
-        if longest <= budget.slots:
+        if longest < budget.slots + 2:  # the last token of a sequence never enters its cache
             raise ValueError(
                 f"a budget of {budget.slots} tokens is never exceeded by sequences of at most {longest} "
                 "(--max-model-len): nothing would be evicted"
