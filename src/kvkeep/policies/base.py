@@ -144,6 +144,9 @@ class EntryPolicy(Policy):
     """Decides before query q attends: scores the token that has just left the window, keeps the best ``topk``."""
 
     kind = "entry"
+    judges_alone: ClassVar[bool] = False
+    """Whether a priority depends on the leaving pair and its position alone: it may then be asked for before the token
+    leaves, with any entering pair."""
 
     @classmethod
     def default_budget(cls, slots: int, **overrides: int) -> Budget:

@@ -1,12 +1,13 @@
-"""One step of an entry policy for many requests at once: the pair that leaves the window, and the slot that changes.
+"""One step of an entry policy for many requests at once: what is scored, and the slot that changes.
 
-Two halves around the scoring of the leaving pair: ``fetch`` reads it from its slot; ``settle`` gives it its priority,
-chooses a slot for the new pair (a free one, or that of the lowest priority, the oldest of equals) and writes it. Each
-is written twice, as tensor operations for any device and as a loop compiled for the CPU; the tests hold them together.
+``fetch`` reads the pairs that are to be scored, ``note`` keeps their scores; ``settle`` gives the token that leaves the
+window its priority, chooses a slot for the new pair (a free one, or that of the lowest priority, the oldest of equals)
+and writes it. Each is written twice, as tensor operations for any device and as a loop compiled for the CPU; the tests
+hold them together.
 
 Knows pages and integers; nothing of policies or engines. State names: ``positions`` int32 ``[blocks, H, rest]``,
-``priority`` ``[blocks, H, rest]``, ``recent`` int32 ``[blocks, H, window]``, the slot of the token at position p for
-the newest p, at ``p % window``.
+``priority`` ``[blocks, H, rest]``; of the token at position p, for the newest p, at ``p % window``: ``recent`` int32
+``[blocks, H, window]`` its slot and ``coming`` ``[blocks, H, window]`` the priority that it will leave with.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ PROTECTED = torch.inf  # priority of a token in the window, and of a sink
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers as they lie, for compiled copies
 
 
+TABLES = ("positions", "priority", "recent", "coming")  # what a page's state must have
+
+
 class Chooser:
-    """The two halves of a step over the pages of one layer.
+    """A step's choice over the pages of one layer.
 
     Args:
-        pages: whose state has ``positions``, ``priority`` and ``recent``.
+        pages: with the state above.
         budget: of an entry policy.
         backend: "numba" for the CPU, "torch" for any device; "auto" takes the first where it can.
     """
@@ -44,47 +48,49 @@ class Chooser:
             self.flat = pages.flat.view(self.bits).numpy()
             self.place = pages.place.numpy()
             self.strides = (pages.offset, pages.block_stride, pages.head_stride)
-            self.tables = [pages.state[name].numpy() for name in ("positions", "priority", "recent")]
+            self.tables = [pages.state[name].numpy() for name in TABLES]
 
     def fetch(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Keys ``[R, H, 1, D]`` and values of the tokens ``window`` before the new ones; arbitrary where none is."""
-        pages = self.pages
+        """Keys ``[R, H, n, D]`` and values of the n = ``rows.ahead`` tokens that leave next; anything where none is."""
+        pages, count = self.pages, rows.ahead
         if not self.compiled:
-            slots = pages.state["recent"][rows.blocks[:, None], self.heads, self.column(rows)]  # [R, H]
-            return pages.read(rows.blocks, slots[..., None].long())
-        pairs = torch.empty(len(rows.seen), pages.heads, 1, self.place.shape[1], dtype=pages.dtype)
-        out = pairs.view(self.bits).numpy()[:, :, 0]
-        _compiled()[0](self.flat, self.place, self.tables[2], *rows.arrays, self.strides, out)
+            slots = pages.state["recent"][rows.blocks[:, None, None], self.heads[:, None], self.columns(rows)[:, None]]
+            return pages.read(rows.blocks, slots.long())
+        pairs = torch.empty(len(rows.seen), pages.heads, count, self.place.shape[1], dtype=pages.dtype)
+        _compiled()[0](self.flat, self.place, self.tables[2], *rows.arrays, self.strides, pairs.view(self.bits).numpy())
         return pairs[..., : pages.head_dim], pairs[..., pages.head_dim :]
 
-    def settle(self, rows: Rows, priority: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Score what left, choose, write.
+    def note(self, rows: Rows, priority: Tensor) -> None:
+        """Keep the priorities ``[R, H, rows.ahead]`` of what was fetched."""
+        coming = self.pages.state["coming"]
+        coming[rows.blocks[:, None, None], self.heads[:, None], self.columns(rows)[:, None]] = priority.to(coming.dtype)
+
+    def columns(self, rows: Rows) -> Tensor:
+        """int64 ``[R, rows.ahead]``: where the tokens that leave next stand in ``recent`` and ``coming``."""
+        return (rows.positions[:, None] + torch.arange(rows.ahead, device=self.heads.device)) % self.budget.window
+
+    def settle(self, rows: Rows, keys: Tensor, values: Tensor) -> bool:
+        """Let tokens leave, choose, write.
 
         Args:
             rows: the requests.
-            priority: ``[R, H]`` of the tokens that left the window.
             keys, values: the new pairs, ``[R, H, D]``.
 
         Returns:
             False where a priority that counts is not finite: nothing then becomes of the step.
         """
         if not self.compiled:
-            return self._settle(rows, priority, keys, values)
+            return self._settle(rows, keys, values)
         budget, pages = self.budget, self.pages
         new = [pair.to(pages.dtype).view(self.bits).numpy() for pair in (keys, values)]
         parts = (budget.sinks, budget.window, budget.rest)
-        return _compiled()[1](
-            self.flat, self.place, *self.tables, *rows.arrays, self.strides, priority.numpy(), *new, parts
-        )
+        return _compiled()[1](self.flat, self.place, *self.tables, *rows.arrays, self.strides, *new, parts)
 
-    def column(self, rows: Rows) -> Tensor:
-        return (rows.positions % self.budget.window)[:, None]  # [R, 1]
-
-    def _settle(self, rows: Rows, priority: Tensor, keys: Tensor, values: Tensor) -> bool:
+    def _settle(self, rows: Rows, keys: Tensor, values: Tensor) -> bool:
         pages, budget = self.pages, self.budget
-        positions, stored, recent = (pages.state[name] for name in ("positions", "priority", "recent"))
-        blocks, column = rows.blocks[:, None], self.column(rows)
-        slot = recent[blocks, self.heads, column].long()  # [R, H]
+        positions, stored, recent, coming = (pages.state[name] for name in TABLES)
+        blocks, column = rows.blocks[:, None], (rows.positions % budget.window)[:, None]  # [R, 1]
+        slot, priority = recent[blocks, self.heads, column].long(), coming[blocks, self.heads, column]  # [R, H]
         competes = (rows.positions - budget.window >= budget.sinks)[:, None]
         if priority.device.type == "cpu" and not bool(torch.isfinite(priority.masked_fill(~competes, 0)).all()):
             return False
@@ -110,20 +116,20 @@ def _compiled():
 
 
 def _fetch(flat, place, recent, blocks, positions, strides, out):
-    """``out [R, H, D + Dv]``: the pair whose slot stands where the new token's will."""
+    """``out [R, H, n, D + Dv]``: the pairs whose slots stand where those of the next n tokens will."""
     offset, block_stride, head_stride = strides
     for row in range(len(blocks)):
-        column = positions[row] % recent.shape[2]
         for head in range(recent.shape[1]):
-            slot = recent[blocks[row], head, column]
-            if slot < 0 or slot >= len(place):  # a new request finds anything there
-                slot = 0
             base = offset + blocks[row] * block_stride + head * head_stride
-            for number in range(place.shape[1]):
-                out[row, head, number] = flat[base + place[slot, number]]
+            for step in range(out.shape[2]):
+                slot = recent[blocks[row], head, (positions[row] + step) % recent.shape[2]]
+                if slot < 0 or slot >= len(place):  # a new request finds anything there
+                    slot = 0
+                for number in range(place.shape[1]):
+                    out[row, head, step, number] = flat[base + place[slot, number]]
 
 
-def _settle(flat, place, held_at, stored, recent, blocks, positions, strides, priority, keys, values, parts):
+def _settle(flat, place, held_at, stored, recent, coming, blocks, positions, strides, keys, values, parts):
     """See :meth:`Chooser.settle`; ``held_at`` are the positions held, ``stored`` their priorities."""
     offset, block_stride, head_stride = strides
     sinks, window, rest = parts
@@ -131,14 +137,14 @@ def _settle(flat, place, held_at, stored, recent, blocks, positions, strides, pr
     for row in range(len(blocks)):
         if positions[row] - window >= sinks:
             for head in range(recent.shape[1]):
-                if not np.isfinite(priority[row, head]):
+                if not np.isfinite(coming[blocks[row], head, positions[row] % window]):
                     return False
     for row in range(len(blocks)):
         block, position = blocks[row], positions[row]
         column = position % window
         for head in range(recent.shape[1]):
             if position - window >= sinks:
-                stored[block, head, recent[block, head, column]] = priority[row, head]
+                stored[block, head, recent[block, head, column]] = coming[block, head, column]
             slot = position
             if position >= rest:
                 slot = 0

@@ -26,6 +26,7 @@ def entry_state(policy: EntryPolicy, geometry: Geometry, dtype: torch.dtype) -> 
     shapes = {
         "positions": ((heads, budget.rest), torch.int32),
         "recent": ((heads, budget.window), torch.int32),
+        "coming": ((heads, budget.window), wide),
         "priority": ((heads, budget.rest), wide),
     }
     return State(shapes | memory_shapes(policy.new_memory(geometry, 1, torch.device("cpu"), wide)))
@@ -51,24 +52,36 @@ class EntryLayer:
 
     @torch.no_grad()
     def step(self, rows: Rows, query: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        """Take in one token of every request; keys and values ``[R, H, D]``, at their true positions.
+        """Take in one token of every request.
+
+        Args:
+            rows: the requests; scored more than one token ahead only by a policy that judges alone.
+            query: not needed.
+            keys, values: ``[R, H, D]``, rotated at their true positions.
 
         Raises:
             NotFinite: naming layer and position, where a priority is.
         """
-        memory = recall(self.pages, rows, self.start)
-        step = Step(
-            geometry=self.geometry,
-            entering=(keys[:, :, None], values[:, :, None]),
-            leaving=self.chooser.fetch(rows),
-            positions=(rows.positions - self.policy.budget.window)[:, None],
-            memory=memory,
-        )
-        priority = self.policy.priority(step).to(self.wide)[..., 0]  # [R, H]
-        if not self.chooser.settle(rows, priority, keys, values):
+        if rows.ahead:
+            self.score(rows, keys, values)
+        if not self.chooser.settle(rows, keys, values):
             raise NotFinite(
                 f"layer {self.geometry.layer}: priorities not finite at position {max(rows.seen)} or before"
             )
+
+    def score(self, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """Ask for the priorities of the tokens that leave next."""
+        memory = recall(self.pages, rows, self.start)
+        leaving = self.chooser.fetch(rows)
+        first = rows.positions - self.policy.budget.window
+        step = Step(
+            geometry=self.geometry,
+            entering=leaving if rows.ahead > 1 else (keys[:, :, None], values[:, :, None]),
+            leaving=leaving,
+            positions=first[:, None] + torch.arange(rows.ahead, device=first.device),
+            memory=memory,
+        )
+        self.chooser.note(rows, self.policy.priority(step))
         remember(self.pages, rows, memory)
 
     def prefill(self, block: int, seen: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from kvkeep.serving.pages import Pages
-from kvkeep.serving.rows import Rows, held
+from kvkeep.serving.rows import Rows, Schedule, held
 from kvkeep.serving.settings import Attention
 from kvkeep.serving.vllm.served import Refused, Served, latest, served
 from kvkeep.serving.vllm.spec import BudgetSpec, budget_spec
@@ -76,6 +76,9 @@ class Planning:
         self.serving = served(vllm_config) if isinstance(kv_cache_spec, BudgetSpec) else None
         if self.serving is not None:
             self._init_reorder_batch_threshold(1)  # requests that take in one token come first
+        self.schedule: Schedule | None = None  # where the block numbers are on the host
+        if self.serving is not None and self.serving.scores_ahead and torch.device(device).type == "cpu":
+            self.schedule = Schedule(self.serving.policy.budget)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
         if self.serving is None:
@@ -91,10 +94,14 @@ class Planning:
         if count < common.num_reqs:
             prompts = blocks[count : common.num_reqs].tolist()
             pieces = [Piece(block, seen[i], ends[i], ends[i + 1]) for i, block in enumerate(prompts, start=count)]
+            for piece in pieces if self.schedule else ():
+                self.schedule.begin(piece.block)
         rows = stock = None
         if count:
             positions = common.seq_lens[:count].long() - 1
             rows = Rows(blocks[:count].long(), positions, seen[:count])
+            if self.schedule is not None:
+                rows.ahead = self.schedule.ahead(blocks[:count].tolist(), rows.seen)
             if not self.serving.attends:
                 stock = super().build(0, self.decoding(common, count, after, positions), fast_build)
         evicted = sum(lengths) - sum(seen) - int((after - before).sum())

@@ -159,6 +159,11 @@ class Served:
         """Whether steps attend here and not in the engine's kernel."""
         return self.policy.kind == "attention" and watches(self.policy)
 
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether tokens may be scored before they leave the window."""
+        return self.policy.kind == "entry" and self.policy.judges_alone
+
     def count(self, plan) -> None:
         """Note what a layer did in a step; every layer does as much."""
         rows = 0 if plan.rows is None else len(plan.rows.seen)
