@@ -79,13 +79,14 @@ def test_a_layer_that_attends_otherwise_is_refused(attention, complaint):
 
 def test_a_scorer_of_another_model_is_refused_by_shape_and_by_weights(tmp_path):
     model, other = tiny_model(), tiny_model(seed=1)
+    model.save_pretrained(tmp_path / "model")
+    other.save_pretrained(tmp_path / "other")
     scorer = random_scorer("kvpop_mlp", model.config, ENTRY)
-    scorer.metadata["base_fingerprint"] = model_fingerprint(model)
     path = scorer.save_pretrained(tmp_path / "scorer", base_fingerprint=model_fingerprint(model))
     settings = Settings("kvpop_mlp", 64, scorer=str(path))
-    assert settings.scorer_for(model.config, model_fingerprint(model)).fingerprint() == scorer.fingerprint()
+    assert settings.scorer_for(model.config, tmp_path / "model").fingerprint() == scorer.fingerprint()
     with pytest.raises(ValueError, match="weights with fingerprint"):
-        settings.scorer_for(other.config, model_fingerprint(other))
+        settings.scorer_for(other.config, tmp_path / "other")
     with pytest.raises(ValueError, match="KV heads"):
         settings.scorer_for(tiny_model(kv_heads=1).config)
     with pytest.raises(ValueError, match="no kvpop_mlp scorer is shipped"):

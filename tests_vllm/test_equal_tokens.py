@@ -15,17 +15,12 @@ NEW_TOKENS = 96
 BUDGET = 64
 IN_PIECES = {"max_num_batched_tokens": 48, "max_num_seqs": 4}  # prompts come beside requests that already write
 PREEMPTED = (60, 30)  # tokens, and the step at which all requests lose their blocks
-SERVED = {  # every policy that generates, and how its engine is told to take prompts in
-    "streaming": {},
-    "random": {},
-    "kvpop_mlp": {},
-    "kvpop": IN_PIECES,
-    "keydiff": IN_PIECES,
-    "foresightkv": IN_PIECES,
-    "h2o_decayed": {},
-}
-OTHERS = {name: {} for name in ("tova", "h2o", "snapkv", "rkv", "expected_attention")}
-EVERY = [*SERVED, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
+TOGETHER = (  # every policy that generates, by the process that runs it, and how its engine takes prompts in
+    {"streaming": {}, "kvpop_mlp": {}, "kvpop": IN_PIECES, "random": IN_PIECES},
+    {"keydiff": IN_PIECES, "foresightkv": IN_PIECES, "h2o_decayed": {}},
+    {"tova": {}, "h2o": IN_PIECES, "snapkv": {}, "rkv": IN_PIECES, "expected_attention": {}},
+)
+EVERY = [*TOGETHER[0], *TOGETHER[1], *(pytest.param(name, marks=pytest.mark.long) for name in TOGETHER[2])]
 
 
 def policy_of(name, model):
@@ -38,16 +33,15 @@ def written(model_folder, tmp_path_factory):
     """What an engine under a policy writes and holds, undisturbed and preempted; run once."""
 
     @functools.cache
-    def engine(name):
-        job = {
-            "model": model_folder,
-            "settings": Settings(name, BUDGET).to_json(),
-            "engine": (SERVED | OTHERS)[name],
-            "runs": [(NEW_TOKENS, 0), PREEMPTED],
-        }
-        return run(job, tmp_path_factory.mktemp(name))
+    def process(index):
+        common = {"model": model_folder, "runs": [(NEW_TOKENS, 0), PREEMPTED]}
+        jobs = [
+            common | {"settings": Settings(name, BUDGET).to_json(), "engine": options}
+            for name, options in TOGETHER[index].items()
+        ]
+        return dict(zip(TOGETHER[index], run(jobs, tmp_path_factory.mktemp("engines")), strict=True))
 
-    return engine
+    return lambda name: process(next(i for i, names in enumerate(TOGETHER) if name in names))[name]
 
 
 def disagreements(model, ids, count, policy):

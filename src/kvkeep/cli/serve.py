@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import AutoConfig
 from kvkeep.cli import common
 from kvkeep.runtime import models
 from kvkeep.serving.server import Server, command, concurrency
-from kvkeep.serving.settings import Settings, checkpoint_fingerprint
+from kvkeep.serving.settings import Settings
 
 READY_SECONDS = 1800  # a large model takes long to load
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": False}
@@ -104,6 +105,7 @@ def serve_vllm(settings: Settings, model: str, name: str, dtype, host: str, port
     key = extra[extra.index("--api-key") + 1] if "--api-key" in extra[:-1] else None
     arguments = command(str(where), name, settings, host, port, [*flags, *extra])
     server = Server(arguments, f"http://{reachable(host)}:{port}", key, lambda line: print(line, file=sys.stderr))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the child must not outlive this
     try:
         server.wait_until_healthy(READY_SECONDS)
         bounded, full = concurrency(report := server.prove_eviction())
@@ -133,8 +135,7 @@ def require_settings(settings: Settings, where: str | Path) -> None:
     """Find a user's mistake before vLLM is started; a model that is only on the hub is left to vLLM."""
     if Path(where).is_dir():
         config = AutoConfig.from_pretrained(where)
-        scorer = settings.scorer_for(config, checkpoint_fingerprint(where))
-        settings.make(scorer).require_fits(config)
+        settings.make(settings.scorer_for(config, where)).require_fits(config)
 
 
 def reachable(host: str) -> str:

@@ -7,12 +7,13 @@ flags of the command line. Knows policies and scorers; nothing of engines.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
 
 from kvkeep import policies
 from kvkeep.evaluation.contenders import Contender
@@ -86,12 +87,13 @@ class Settings:
         options = {"seed": self.seed} if takes_seed else {}
         return Contender(self.policy, options=options, overrides=overrides, at_rest=self.budget_at_rest, scorer=scorer)
 
-    def scorer_for(self, config, fingerprint: str | None = None) -> Scorer | None:
+    def scorer_for(self, config, folder: str | Path | None = None) -> Scorer | None:
         """The scorer of a learned policy, None for a rule.
 
         Args:
             config: of the model.
-            fingerprint: of its weights; None compares the shape alone.
+            folder: with its weights, which are compared too; None, or anything but a folder with safetensors,
+                compares the shape alone.
 
         Raises:
             ValueError: where none is given nor shipped, or the one given was made for another model.
@@ -100,6 +102,7 @@ class Settings:
             if self.scorer is not None:
                 raise ValueError(f"policy {self.policy!r} is a rule and takes no scorer")
             return None
+        fingerprint = None if folder is None else checkpoint_fingerprint(folder)
         if self.scorer is None:
             scorer = shipped(self.policy, config, fingerprint)
             if scorer is None:
@@ -120,13 +123,27 @@ def checkpoint_fingerprint(folder: str | Path) -> str | None:
     It is that of :func:`kvkeep.scorers.model_fingerprint`, taken of the files, before an engine fuses its weights.
     """
     files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
-    if not files:
-        return None
-    tensors = {}
-    for file in files:
-        with safe_open(file, "pt") as weights:
-            tensors.update({name: weights.get_tensor(name) for name in weights.keys()})  # noqa: SIM118
-    return model_fingerprint(tensors)
+    return model_fingerprint(_Weights(files)) if files else None
+
+
+class _Weights(Mapping):
+    """The tensors of safetensors files, of which one is in memory at a time."""
+
+    def __init__(self, files: list[Path]):
+        self.places = {}
+        for file in files:
+            with safe_open(file, "pt") as weights:
+                self.places.update(dict.fromkeys(weights.keys(), file))
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self.places[name], "pt") as weights:
+            return weights.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 def block_slots(slots: int, multiple: int) -> int:

@@ -20,7 +20,7 @@ from kvkeep.scorers import LayerShape, Layout
 from kvkeep.serving.entry import EntryLayer, entry_state
 from kvkeep.serving.interval import IntervalLayer, interval_state, watches
 from kvkeep.serving.pages import Pages, State
-from kvkeep.serving.settings import KEY, MISTAKE, Attention, Engine, Settings, checkpoint_fingerprint
+from kvkeep.serving.settings import KEY, MISTAKE, Attention, Engine, Settings
 from kvkeep.serving.shards import Shard
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM prints the loggers below its own
@@ -117,10 +117,7 @@ class Served:
                 f"only {len(layout.bounded)} of {layout.layers} layers have full attention: such models are run by "
                 "kvkeep under transformers, not yet under vLLM"
             )
-        fingerprint = checkpoint_fingerprint(config.model_config.model)
-        if fingerprint is None:
-            logger.info("kvkeep: no safetensors in %s to tell the model by", config.model_config.model)
-        scorer = settings.scorer_for(model, fingerprint)
+        scorer = settings.scorer_for(model, config.model_config.model)
         whole = settings.make(scorer)
         whole.require_fits(model)
         budget, longest = whole.budget, config.model_config.max_model_len
