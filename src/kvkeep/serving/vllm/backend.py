@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvkeep.serving.pages import Pages
 from kvkeep.serving.rows import Rows, Schedule, held
@@ -55,8 +55,8 @@ class Plan:
     holding: int
 
 
-def customised(backend: type, spec: AttentionSpec, multiple: int, stock) -> AttentionSpec:
-    """The spec of a layer: that of the stock backend unless kvkeep is on."""
+def customised(spec: AttentionSpec, multiple: int, stock) -> AttentionSpec:
+    """The spec of a layer: ``stock`` of it, unless kvkeep is on."""
     serving = latest()
     if serving is None:
         return stock(spec)
@@ -85,27 +85,29 @@ class Planning:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         common, budget = common_attn_metadata, self.serving.policy.budget
         count = split_decodes_and_prefills(common, decode_threshold=1)[0]
-        ends = common.query_start_loc_cpu.tolist()
-        lengths = self.host_lengths(common)
-        blocks = common.block_table_tensor[:, 0]
+        ends, lengths = common.query_start_loc_cpu.tolist(), self.host_lengths(common)
         seen = [length - ends[i + 1] + ends[i] for i, length in enumerate(lengths)]
         after, before = (held(budget, torch.tensor(numbers)) for numbers in (lengths, seen))
-        pieces = []
-        if count < common.num_reqs:
-            prompts = blocks[count : common.num_reqs].tolist()
-            pieces = [Piece(block, seen[i], ends[i], ends[i + 1]) for i, block in enumerate(prompts, start=count)]
-            for piece in pieces if self.schedule else ():
-                self.schedule.begin(piece.block)
+        blocks = common.block_table_tensor[: common.num_reqs, 0]
+        prompts = blocks[count:].tolist() if count < common.num_reqs else []
+        pieces = [Piece(block, seen[i], ends[i], ends[i + 1]) for i, block in enumerate(prompts, start=count)]
         rows = stock = None
         if count:
-            positions = common.seq_lens[:count].long() - 1
-            rows = Rows(blocks[:count].long(), positions, seen[:count])
-            if self.schedule is not None:
-                rows.ahead = self.schedule.ahead(blocks[:count].tolist(), rows.seen)
+            rows = Rows(blocks[:count].long(), common.seq_lens[:count].long() - 1, seen[:count])
             if not self.serving.attends:
-                stock = super().build(0, self.decoding(common, count, after, positions), fast_build)
+                stock = super().build(0, self.decoding(common, count, after, rows.positions), fast_build)
+        self.score_ahead(rows, pieces)
         evicted = sum(lengths) - sum(seen) - int((after - before).sum())
         return Plan(rows, stock, pieces, evicted, int(after.sum()))
+
+    def score_ahead(self, rows: Rows | None, pieces: list[Piece]) -> None:
+        """Have tokens scored a window at a time, where the policy and the device let them be."""
+        if self.schedule is None:
+            return
+        for piece in pieces:
+            self.schedule.begin(piece.block)
+        if rows is not None:
+            rows.ahead = self.schedule.ahead(rows.blocks.tolist(), rows.seen)
 
     def host_lengths(self, common: CommonAttentionMetadata) -> list[int]:
         """Tokens of every request after the step."""
@@ -213,6 +215,3 @@ class Keeping:
 def multiple_of(sizes: list) -> int:
     """What a backend's kernels need the slots of a block to be a multiple of."""
     return min(size if isinstance(size, int) else size.base for size in sizes)
-
-
-__all__ = ["FullAttentionSpec", "Keeping", "Plan", "Planning", "customised", "multiple_of"]

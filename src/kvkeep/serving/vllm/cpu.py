@@ -26,7 +26,7 @@ class Backend(CPUAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         multiple = multiple_of(cls.get_supported_kernel_block_sizes())
-        return customised(cls, spec, multiple, super().customize_spec)
+        return customised(spec, multiple, super().customize_spec)
 
     @staticmethod
     def get_impl_cls() -> type[Implementation]:
