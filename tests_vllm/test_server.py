@@ -19,7 +19,7 @@ from openai_checks import check_everything, client_for, get, metric
 
 BUDGET, LONGEST, NAME = 96, 512, "small"
 ENGINE = ["--max-model-len", str(LONGEST), "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
-SOAK_ROUNDS, SOAK_REQUESTS = 4, 40
+SOAK_ROUNDS, SOAK_REQUESTS = 4, 24
 
 
 class Served:
@@ -147,7 +147,7 @@ def test_a_soak_leaves_memory_as_it_was(served, client):
     chance = random.Random(0)
 
     def ask(number):
-        length, tokens = chance.randrange(1, 350), chance.randrange(1, 60)
+        length, tokens = chance.randrange(1, 220), chance.randrange(1, 40)
         asked = {"model": NAME, "prompt": [chance.randrange(5, 2000) for _ in range(length)], "max_tokens": tokens}
         if number % 10 == 0:
             stream = client.completions.create(**asked, stream=True)
