@@ -145,13 +145,14 @@ class ForesightKV(Learned, Watching):
         size = available if self.pool is None else min(self.pool * held.count, available)
         pool = lowest(scores, held.positions, held.candidates, size)
         logits = -scores.double().gather(-1, pool)
-        noise = gumbel(held.memory["seed"], held.geometry.layer, held.positions.gather(-1, pool), held.query_index)
+        positions, geometry = held.positions.gather(-1, pool), held.geometry
+        noise = gumbel(held.memory["seed"], geometry.layer, positions, held.query_index, geometry.first_head)
         return Drawn(pool.gather(-1, (logits + noise).topk(held.count, -1).indices), pool)
 
 
-def gumbel(seeds: Tensor, layer: int, positions: Tensor, query: int) -> Tensor:
+def gumbel(seeds: Tensor, layer: int, positions: Tensor, query: int, first_head: int = 0) -> Tensor:
     """Float64 noise ``[B, H, n]`` from a hash of seed ``[B]``, layer, head, position ``[B, H, n]`` and query."""
-    head = torch.arange(positions.shape[1], device=positions.device)
+    head = first_head + torch.arange(positions.shape[1], device=positions.device)
     stream = mix(mix(mix(seeds) + layer)[:, None] + head)  # [B, H]
     bits = mix(mix(stream + query)[..., None] + positions)
     uniform = logical_shift(bits, 11).double() / 2.0**53

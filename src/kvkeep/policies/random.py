@@ -24,6 +24,7 @@ class Random(EntryPolicy):
     """
 
     name = "random"
+    judges_alone = True
 
     def __init__(self, budget: Budget, seed: int = 0):
         super().__init__(budget)
@@ -33,7 +34,7 @@ class Random(EntryPolicy):
 
     def priority(self, step: Step) -> Tensor:
         geometry, positions = step.geometry, step.positions
-        head = torch.arange(geometry.kv_heads, device=positions.device)
+        head = geometry.first_head + torch.arange(geometry.kv_heads, device=positions.device)
         stream = mix(mix(mix(torch.tensor(self._bits, device=head.device)) + geometry.layer) + head)  # [H]
         bits = mix(stream[None, :, None] + positions[:, None])  # [B, H, n]
         return (bits & 0xFFFFFF).float() / 2**24

@@ -15,6 +15,7 @@ class Streaming(EntryPolicy):
     """
 
     name = "streaming"
+    judges_alone = True
     paper = "arXiv 2309.17453"
 
     def priority(self, step: Step) -> Tensor:
