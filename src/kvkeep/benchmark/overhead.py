@@ -231,16 +231,25 @@ def parts(
         policy = contender.policy(budget)
         common = {"budget": budget, "context": context, "batch": batch}
         jobs = _layer_jobs(model, policy, context, states)
-        times = dict(zip(jobs, in_turns(list(jobs.values()), repetitions, model.device), strict=True))
-        if not policy.budget.interval:  # whole windows
-            whole = repetitions - repetitions % min(policy.budget.window, repetitions)
-            for part in ("layer", "writes only", "replace"):
-                times[part] = means(times[part][:whole], min(policy.budget.window, repetitions))
+        once = max(policy.budget.window, 1) if policy.kind == "entry" else 1  # tokens of a call
+        turns = max(repetitions // once, LEAST)
+        taken = in_turns([_again(job, once) for job in jobs.values()], turns, model.device)
+        times = {part: [spent / once for spent in found] for part, found in zip(jobs, taken, strict=True)}
         pair = times.pop("layer"), times.pop("writes only")
         rows.append(_compared(contender.title, model.dtype, "layer", pair, common))
         for part, spent in times.items():
             rows.append(row("overhead", contender.title, model.dtype, spent, part=part, **common))
     return rows
+
+
+def _again(job: Job, count: int) -> Job:
+    """The same ``count`` times in a call."""
+
+    def calls(*given: object) -> None:
+        for _ in range(count):
+            job.call(*given)
+
+    return Job(calls, job.prepare)
 
 
 def _layer_jobs(model, policy: Policy, context: int, states: States) -> dict[str, Job]:
