@@ -7,6 +7,7 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+import kvkeep
 from kvkeep.serving.pages import State
 from kvkeep.serving.vllm.cpu import packed_place
 from kvkeep.serving.vllm.served import Refused, served
@@ -47,6 +48,19 @@ def test_a_configuration_that_cannot_work_is_refused(options, complaint, model_f
 def test_vllm_without_our_settings_is_left_alone(model_folder):
     assert served(configuration(model_folder, None)) is None
     assert served(configuration(model_folder)).policy.name == "streaming"
+
+
+def test_a_scorer_is_in_float32_whatever_the_model_is_built_in(model_folder):
+    """vLLM builds models under a default dtype of its own; rounded to it a scorer would decide otherwise."""
+    config = configuration(model_folder, {"policy": "kvpop_mlp", "budget": 64})
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scorer = served(config).policy.scorer
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {tensor.dtype for tensor in scorer.state_dict().values()} == {torch.float32}
+    assert scorer.fingerprint() == kvkeep.load_scorer("smollm2-135m/kvpop_mlp").fingerprint()
 
 
 def test_a_block_holds_the_budget_rounded_up_and_what_belongs_to_it():

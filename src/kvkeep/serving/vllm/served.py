@@ -7,6 +7,8 @@ first of these and found by the others.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -48,10 +50,23 @@ def served(config: VllmConfig | None = None) -> Served | None:
         if _latest is None or _latest[0] is not config:
             record = (config.additional_config or {}).get(KEY) if isinstance(config.additional_config, dict) else None
             try:
-                _latest = (config, None if record is None else Served.of(Settings.of(record), config))
+                with plainly():
+                    _latest = (config, None if record is None else Served.of(Settings.of(record), config))
             except ValueError as error:
                 raise Refused(error) from error
         return _latest[1]
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Scorers are in float32 on the CPU until a layer moves its own, whatever vLLM builds a model in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def latest() -> Served | None:
