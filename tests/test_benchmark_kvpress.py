@@ -123,3 +123,4 @@ def test_a_python_without_kvpress_says_so(folder, capsys):
             kvpress.main(["--python", python, "--model", str(folder), *numbers])
         assert stopped.value.code == 2
         assert words in capsys.readouterr().err
+    assert torch.is_grad_enabled(), "whoever calls it may go on to train"

@@ -326,6 +326,7 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@torch.no_grad()
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for.
 
@@ -344,7 +345,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
     require_writable(options.json, "--json")
     torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
     source = str(models.resolve(options.model))
     model, tokenizer = models.load(options.model, options.dtype)
     told = settings(model.device, model=options.model, dtype=options.dtype)
