@@ -8,6 +8,6 @@ if os.environ.get("KVKEEP_HIDE_PLUGIN"):
 
     def _without(**parameters):
         found = _entry_points(**parameters)
-        return type(found)(point for point in found if point.name != "kvkeep")
+        return type(found)(point for point in found if point.name != "kvkeep") if parameters else found
 
     importlib.metadata.entry_points = _without
