@@ -342,7 +342,6 @@ def test_slots_are_split_as_the_policy_does():
         kvkeep.scorers.new("foresightkv", tiny_model().config, 2)
 
 
-@pytest.mark.skipif(not HANDED, reason="a cache of an attention policy needs a transformers that hands keywords down")
 def test_a_budget_that_a_scorer_was_trained_for_has_the_interval_of_then():
     config = tiny_model().config
     scorer = random_scorer("foresightkv", config, [kvkeep.Budget(0, 3, 32, 5), kvkeep.Budget(0, 3, 61, 3)], window=3)
@@ -356,6 +355,7 @@ def test_a_budget_that_a_scorer_was_trained_for_has_the_interval_of_then():
     assert given.policy(40).budget == kvkeep.Budget(0, 3, 28, 9)
 
 
+@pytest.mark.skipif(not HANDED, reason="a cache of an attention policy needs a transformers that hands keywords down")
 def test_side_state_is_in_the_bytes():
     """What the sums cost is stated: (windows + 2) G + 1 numbers a slot, or a ring of L queries."""
     model, budget = tiny_model(), kvkeep.Budget(sinks=0, window=5, topk=8, interval=4)
