@@ -287,6 +287,9 @@ def test_dagger_restarted_learns_from_the_same_states_with_new_weights(model, tm
 
 def test_powers_go_with_the_features_they_are_of():
     assert foresightkv.recipe("best").options["value_power"] > 0
+    ranked = foresightkv.recipe("best", loss="ranking").options  # scores without a scale
+    assert (ranked["value_power"], ranked["age_power"]) == (0, 0)
+    assert foresightkv.recipe("best", loss="ranking", value_power=0.1).options["value_power"] == 0.1
     both = foresightkv.recipe("best", features=FeatureSpec(kv=False)).options
     assert (both["value_power"], both["age_power"]) == (0, 0)
     assert foresightkv.PRESETS["published"].options["value_power"] == 0

@@ -119,7 +119,8 @@ def recipe(preset: str, steps: int | None = None, stage: str = "sft", **override
         steps: optimiser steps of the stage; None keeps the preset's.
         stage: whose schedule the overrides are of.
         overrides: fields of :class:`Recipe`, and of :class:`~kvkeep.training.rank.Schedule` or, for the stage "rl", of
-            :class:`~kvkeep.training.reinforce.Schedule`; None keeps the preset's.
+            :class:`~kvkeep.training.reinforce.Schedule`; None keeps the preset's. The ranking loss comes without powers
+            of value and age unless they are given.
 
     Raises:
         ValueError: for an unknown preset, stage or field.
@@ -130,6 +131,8 @@ def recipe(preset: str, steps: int | None = None, stage: str = "sft", **override
     part = "reinforcement" if stage == "rl" else "schedule"
     base = PRESETS[preset]
     given = {name: value for name, value in {"steps": steps, **overrides}.items() if value is not None}
+    if given.get("loss") == "ranking":  # scores without a scale: next to a power of anything they would say nothing
+        given = {"value_power": 0.0, "age_power": 0.0} | given
     timing = {name: given.pop(name) for name in list(given) if name in vars(getattr(base, part))}
     unknown = set(given) - set(Recipe.__dataclass_fields__)
     if unknown:
