@@ -16,7 +16,9 @@ from kvkeep.training.losses import (
     plackett_luce,
     plackett_luce_kl,
     ranking,
+    rewards_to_go,
     spike_reward,
+    spike_rewards,
 )
 
 BACKENDS = ("numba", "torch")
@@ -235,6 +237,20 @@ def test_foresightkv_a1_advantages():
     both = advantages(torch.stack([rewards, torch.full((4,), 0.3)]))
     assert both[0].tolist() == advantages(rewards).tolist()
     assert (both[1] == 0).all()
+
+
+def test_what_is_still_to_come_of_a_reward():
+    parts = spike_rewards(FULL, EVICTED, ENTROPY, 0, reduction="sum")  # spikes at 1, 5 and 7
+    assert parts.sum().item() == pytest.approx(-10.56)
+    found = rewards_to_go(parts, [0, 1, 2, 6, 8])
+    assert found.tolist() == pytest.approx([-10.56, -10.56, -6.56, -4, 0])
+    group = torch.stack([parts, torch.zeros_like(parts)])
+    whole, to_go = group.sum(-1), rewards_to_go(group, [0, 2, 8])
+    each = advantages(whole, to_go)
+    assert each[:, 0].tolist() == pytest.approx(advantages(whole).tolist())
+    assert each[:, 1].tolist() == pytest.approx([-6.56 / 10.56, 6.56 / 10.56])
+    assert each[:, 2].tolist() == [0, 0]
+    assert (advantages(torch.ones(3), torch.rand(3, 4)) == 0).all()
 
 
 NEW, OLD = torch.tensor([0.3, 0.1, 0.2]).double().log(), torch.tensor([0.2, 0.2, 0.2]).double().log()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import all_policies
 import kvkeep
 from all_policies import ONLINE, WITHOUT_QUERIES, label, make
+from kvkeep.runtime.replay import token_losses
 from reference import masked_forward
 from tiny import FAMILIES, HANDED, left_pad, make_cache, random_ids, tiny_model
 
@@ -109,6 +110,7 @@ def test_replay_is_full_attention_under_its_lifetimes(case):
     reference, _ = masked_forward(model, ids, offline.evicted_at)
     dense, _ = masked_forward(model, ids, [None] * 3)
     assert (offline.logits - reference).abs().max() <= 1e-10
+    assert torch.equal(token_losses(model, ids, policy), offline.token_loss)
     assert (offline.logits - dense).abs().max() > 1e-3, "eviction changed nothing: the test has no teeth"
 
 

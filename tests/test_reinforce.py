@@ -157,11 +157,15 @@ def test_only_the_scorer_learns(model, tmp_path):
 def test_the_language_model_runs_once_a_group(model, tmp_path, monkeypatch):
     rows = []
 
-    def counted(model, input_ids, policy, **options):
-        rows.append((policy.name, len(input_ids)))
-        return kvkeep.replay(model, input_ids, policy, **options)
+    def counted(run):
+        def counting(model, input_ids, policy):
+            rows.append((policy.name, len(input_ids)))
+            return run(model, input_ids, policy)
 
-    monkeypatch.setattr(rollout, "replay", counted)
+        return counting
+
+    for run in (rollout.replay, rollout.token_losses):
+        monkeypatch.setattr(rollout, run.__name__, counted(run))
     reinforce(model, tmp_path, documents=texts(2, 40), steps=3).advance()
     assert rows.count(("full", 1)) == 2
     assert rows.count(("foresightkv", 3)) == len(rows) - 2 == 6
@@ -320,6 +324,22 @@ def test_measured_rewards_depend_on_trace_and_seeds_only(exact, tmp_path):
     full = kvkeep.replay(exact, task.ids[None], kvkeep.policies.create("full"))
     reward = losses.spike_reward(full.token_loss[0], run.token_loss, full.entropy[0], BUDGET.slots, eta=0.3)
     assert every[1] == pytest.approx(float(reward.mean()))
+
+
+def test_an_eviction_is_credited_with_what_comes_after_it(exact, tmp_path):
+    fit = reinforce(exact, tmp_path, variant="all", credit="to_go")
+    task = fit.train[0]
+    run, rewards = fit.rollouts.group(fit.scorer, task.ids, task.budget, [1, 2, 3])
+    made = run.decisions[0].order.shape[1]
+    assert rewards.to_go.shape == (3, made)
+    assert made > 2
+    torch.testing.assert_close(rewards.to_go[:, 0], rewards.whole)  # no entry is before the first
+    full = fit.rollouts.full(task.ids).token_loss
+    for number in range(made):
+        later = task.budget.slots + number * task.budget.interval
+        change = (full - run.token_loss)[:, later:].sum(-1) / (len(full) - task.budget.slots)
+        torch.testing.assert_close(rewards.to_go[:, number], change)
+    assert fit.rollouts.group(fit.scorer, task.ids, task.budget, [1, 2, 3], [1])[1].to_go.shape == (3, 1)
 
 
 # ---- rewards rise

@@ -84,14 +84,41 @@ def replay(
             not finite.
         TypeError: for anything but a transformers model, a tensor of ids and a policy.
     """
-    if isinstance(policy, Learned) and isinstance(model, PreTrainedModel):
-        policy.scorer.require_fits(model.config, model_fingerprint(model))  # weights too: the cache sees a config only
+    _require_fits(model, policy)
     hidden, lifetimes = hidden_states(model, input_ids, policy, attention_mask, gradients, observe)
     with torch.set_grad_enabled(gradients):
         loss, entropy, logits = _score(model, hidden, input_ids, return_logits)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     valid = (mask[:, 1:] * mask[:, :-1]).bool()
     return Replay(loss * valid, entropy * valid, valid, lifetimes, logits)
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, input_ids: Tensor, policy: Policy) -> Tensor:
+    """The ``token_loss`` ``[B, S-1]`` that :func:`replay` measures of ids ``[B, S]`` without padding, in nats, alone:
+    entropies cost as much again.
+
+    Raises:
+        ValueError, TypeError: as :func:`replay`.
+    """
+    _require_fits(model, policy)
+    hidden, _ = hidden_states(model, input_ids, policy)
+    blocks = by_blocks(model, hidden, lambda logits, start: _token_loss(logits, input_ids, start)[0])
+    return torch.cat(blocks, 1)
+
+
+def _require_fits(model: PreTrainedModel, policy: Policy) -> None:
+    """Weights too: the cache sees a config only."""
+    if isinstance(policy, Learned) and isinstance(model, PreTrainedModel):
+        policy.scorer.require_fits(model.config, model_fingerprint(model))
+
+
+def _token_loss(logits: Tensor, input_ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Losses ``[B, n]`` of the tokens after the n positions from ``start`` on that have one, and their logits
+    ``[B, n, V]``, in float32 or wider."""
+    target = input_ids[:, start + 1 : start + 1 + logits.shape[1]]
+    wide = logits[:, : target.shape[1]].to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none").view(target.shape), wide
 
 
 def hidden_states(
@@ -273,9 +300,8 @@ def _score(model: PreTrainedModel, hidden: Tensor, input_ids: Tensor, keep: bool
         logits = project(model, hidden[:, start : start + HEAD_BLOCK])
         if keep:
             kept.append(logits)
-        target = input_ids[:, start + 1 : start + 1 + HEAD_BLOCK]
-        wide = logits[:, : target.shape[1]].to(torch.promote_types(logits.dtype, torch.float32))
-        losses.append(cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none").view(target.shape))
+        loss, wide = _token_loss(logits, input_ids, start)
+        losses.append(loss)
         log_probabilities = wide.log_softmax(-1)
         entropies.append(-(log_probabilities.exp() * log_probabilities).sum(-1))
     return torch.cat(losses, 1), torch.cat(entropies, 1), torch.cat(kept, 1) if keep else None

@@ -11,7 +11,8 @@ Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
                    a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
     ``best``       the default: along the evictions of ``h2o_decayed``; all but the 8 newest may go; statistics on a log
-                   scale and the age, 64 hidden units, the expected alpha, weighed by the value and the age.
+                   scale and the age, 64 hidden units, the expected alpha, weighed by the value and the age; reinforced
+                   by what is still to come of a reward.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
@@ -91,7 +92,7 @@ class Recipe:
 
 
 PRESETS = {
-    "best": Recipe(),
+    "best": Recipe(reinforcement=reinforce.Schedule(credit="to_go")),
     "published": Recipe(
         preset="published",
         schedule=Schedule(loss="ranking", steps=1000, batch=8, lr=1e-2, warmup=10, weight_decay=0.0, clip=1.0),
@@ -105,7 +106,9 @@ PRESETS = {
     "mini": Recipe(
         preset="mini",
         schedule=Schedule(steps=40, warmup=4, evaluate_every=20, save_every=20),
-        reinforcement=reinforce.Schedule(steps=4, batch=2, group=4, warmup=1, evaluate_every=4, save_every=2),
+        reinforcement=reinforce.Schedule(
+            steps=4, batch=2, group=4, credit="to_go", warmup=1, evaluate_every=4, save_every=2
+        ),
         hidden=16,
     ),
 }

@@ -55,7 +55,7 @@ class Lesson:
     """A group that is learned from."""
 
     trajectories: Trajectories
-    advantage: Tensor  # [G]
+    advantage: Tensor  # [G], or [G, M] where every eviction has its own
     old: dict[int, Tensor] = field(default_factory=dict)  # layer -> log-probabilities under the scorer that drew
 
 
@@ -182,12 +182,13 @@ class Reinforce(Loop):
             tally["tokens"] += trajectories.tokens
             if rewards is not None:
                 tally["rewarded"] += 1
-                tally["reward"] += float(rewards.mean())
-                tally["spread"] += float(rewards.std(correction=0))
-            if rewards is None or level(rewards):
+                tally["reward"] += float(rewards.whole.mean())
+                tally["spread"] += float(rewards.whole.std(correction=0))
+            if rewards is None or level(rewards.whole):
                 tally["skipped"] += 1
             else:
-                yield Lesson(trajectories, losses.advantages(rewards))
+                to_go = rewards.to_go if self.schedule.credit == "to_go" else None
+                yield Lesson(trajectories, losses.advantages(rewards.whole, to_go))
             if self.schedule.epochs == 1:
                 trajectories.decisions.clear()  # before the next group's are made
 
@@ -219,7 +220,7 @@ class Reinforce(Loop):
         Args:
             layer: index in the model.
             decisions: of G trajectories.
-            advantage: ``[G]``.
+            advantage: ``[G]``, or ``[G, M]``.
             old: log-probabilities under the scorer that drew; None = it is this one, so that every ratio is 1.
 
         Returns:
@@ -233,7 +234,7 @@ class Reinforce(Loop):
         old = new.detach() if old is None else old
         kl, beta = schedule.divergence(logits, reference, order), schedule.beta_at(self.step)
         weighted = kl if beta else torch.zeros_like(new)  # 0 times an overflow would be NaN
-        each = advantage.to(new).view(-1, *[1] * (new.dim() - 1))
+        each = advantage.to(new).view(*advantage.shape, *[1] * (new.dim() - advantage.dim()))
         loss = losses.grpo(new, old, None, each, schedule.ratio_clip, beta, kl=weighted)
         first = logits.detach().log_softmax(-1)
         new = new.detach()

@@ -15,6 +15,7 @@ CHOICES = {
     "kl": ("exact", "k3"),
     "variant": ("spike", "low_large", "low", "high", "all"),
     "reduction": ("mean_low", "sum"),
+    "credit": ("trajectory", "to_go"),
 }
 RANGES = (
     ("steps batch epochs decisions rows compare_on evaluate_every save_every", lambda value: value >= 1, "at least 1"),
@@ -49,6 +50,8 @@ class Schedule:
             of what each draw was among; "k3" = estimated from what was drawn.
         beta, beta_schedule: weight of the KL, "constant", or 0 from this step on (the released code's is 100).
         variant, eta, low, reduction: of the reward, see :func:`kvkeep.training.losses.spike_reward`.
+        credit: of an eviction: "trajectory" = the reward of its whole trajectory, the paper's; "to_go" = what is still
+            to come of it, see :func:`kvkeep.training.losses.rewards_to_go`.
         compare_on: traces trained on that are compared at the end, the first ones; None = all, twice a group of draws
             each.
         lr, warmup, betas, weight_decay, clip, evaluate_every, patience, save_every: see
@@ -77,6 +80,7 @@ class Schedule:
     eta: float = 1.5
     low: float = 0.8
     reduction: str = "mean_low"
+    credit: str = "trajectory"
     compare_on: int | None = None
     lr: float = 3e-4
     warmup: int = 10

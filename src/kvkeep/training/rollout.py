@@ -26,11 +26,11 @@ from kvkeep.policies.base import Held
 from kvkeep.policies.foresightkv import ForesightKV
 from kvkeep.policies.full import Full
 from kvkeep.runtime.cache import EvictingCache, cache_keyword
-from kvkeep.runtime.replay import kvkeep_attention, replay
+from kvkeep.runtime.replay import kvkeep_attention, replay, token_losses
 from kvkeep.scorers import Scorer
 from kvkeep.slots import gather_slots, lowest
 from kvkeep.training.corpus import Texts
-from kvkeep.training.losses import spike_reward
+from kvkeep.training.losses import rewards_to_go, spike_rewards
 from kvkeep.training.team import Team
 
 
@@ -136,6 +136,13 @@ class Decisions:
     order: Tensor
 
 
+class Rewards(NamedTuple):
+    """Of G trajectories: ``[G]``, and of it what comes after each of M recorded evictions ``[G, M]``."""
+
+    whole: Tensor
+    to_go: Tensor
+
+
 @dataclass
 class Trajectories:
     """A group: G ways to evict along one text.
@@ -180,8 +187,8 @@ def roll_out(
     for first in range(0, len(seeds), rows or len(seeds)):
         some = seeds[first : first + (rows or len(seeds))]
         policy = Recorder(budget, scorer, some, len(ids), pool, listed, chosen)
-        run = replay(model, ids.to(model.device).expand(len(some), -1), policy)
-        parts.append((policy.decisions(), run.token_loss))
+        loss = token_losses(model, ids.to(model.device).expand(len(some), -1), policy)
+        parts.append((policy.decisions(), loss))
     decisions = parts[0][0]
     if len(parts) > 1:
         for layer, first in decisions.items():
@@ -320,8 +327,8 @@ class Rollouts:
         seeds: Sequence[int],
         chosen: Collection[int] | None = None,
         remember: bool = True,
-    ) -> tuple[Trajectories, Tensor | None]:
-        """Trajectories of a text ``[T]`` with their rewards ``[G]``, None where it has no token to read.
+    ) -> tuple[Trajectories, Rewards | None]:
+        """Trajectories of a text ``[T]`` with their rewards, None where it has no token to read.
 
         Args: as :func:`roll_out`; ``remember=False`` for a text that does not come again.
         """
@@ -330,7 +337,11 @@ class Rollouts:
         run = roll_out(self.model, scorer, ids, budget, seeds, rules.pool, listed, chosen, rules.rows)
         full = self.full(ids, remember)
         options = {name: getattr(rules, name) for name in ("eta", "low", "reduction", "variant")}
-        return run, spike_reward(full.token_loss, run.token_loss, full.entropy, budget.slots, **options)
+        parts = spike_rewards(full.token_loss, run.token_loss, full.entropy, budget.slots, **options)
+        if parts is None:
+            return run, None
+        made = sorted(range(consequential(budget, len(ids))) if chosen is None else chosen)
+        return run, Rewards(parts.sum(-1), rewards_to_go(parts, [budget.interval * number for number in made]))
 
     def rewards(self, traces: Sequence[Task], seeds: Sequence[int], scorer: Scorer) -> list[float | None]:
         """The mean reward of draws along every trace, the same draws for the same seeds whatever else is asked.
@@ -347,7 +358,7 @@ class Rollouts:
         for task in self.team.share(traces):
             own = [seed_of(seed, task.key) for seed in seeds]
             rewards = self.group(scorer, task.ids, task.budget, own, chosen=())[1]
-            found.append(None if rewards is None else float(rewards.mean()))
+            found.append(None if rewards is None else float(rewards.whole.mean()))
         return self.team.joined(found)
 
     def measured(self, traces: Sequence[Task], scorer: Scorer) -> list[Measured]:

@@ -15,7 +15,9 @@ from kvkeep.training.losses.foresightkv import (
     plackett_luce,
     plackett_luce_kl,
     ranking,
+    rewards_to_go,
     spike_reward,
+    spike_rewards,
 )
 from kvkeep.training.losses.intensity import age_edges, age_ranges, intensity
 from kvkeep.training.losses.kvpop import (
@@ -52,7 +54,9 @@ __all__ = [
     "plackett_luce_kl",
     "ranking",
     "regression",
+    "rewards_to_go",
     "spike_reward",
+    "spike_rewards",
     "target_statistics",
     "top_logits",
     "tweedie",

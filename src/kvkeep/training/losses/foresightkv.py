@@ -272,6 +272,21 @@ def spike_reward(
     Raises:
         ValueError: where shapes do not fit, a loss is not finite or an option is unknown.
     """
+    parts = spike_rewards(full, evicted, entropy, start, eta, low, reduction, variant)
+    return None if parts is None else parts.sum(-1)
+
+
+def spike_rewards(
+    full: Tensor,
+    evicted: Tensor,
+    entropy: Tensor,
+    start: int,
+    eta: float = 1.5,
+    low: float = 0.8,
+    reduction: str = "mean_low",
+    variant: str = "spike",
+) -> Tensor | None:
+    """The part `[..., T - 1 - start]` of :func:`spike_reward` that every entry from `start` on has."""
     if reduction not in ("mean_low", "sum") or variant not in ("spike", "low_large", "low", "high", "all"):
         raise ValueError(f"unknown reduction {reduction!r} or variant {variant!r}")
     if full.shape != entropy.shape or full.shape not in (evicted.shape, evicted.shape[-1:]):
@@ -293,14 +308,32 @@ def spike_reward(
         return None
     if variant in ("spike", "low_large"):
         reads = reads & (increase > eta)
-    cost = (increase.square() if variant == "spike" else increase).masked_fill(~reads, 0.0).sum(-1)
-    return -cost if reduction == "sum" else -cost / number
+    cost = (increase.square() if variant == "spike" else increase).masked_fill(~reads, 0.0)
+    return -cost if reduction == "sum" else -cost / number[..., None]
 
 
-def advantages(rewards: Tensor) -> Tensor:
+def rewards_to_go(parts: Tensor, first: Sequence[int]) -> Tensor:
+    """What is still to come of a reward when a decision is made: the parts `[..., n]` from entry `first[m]` on, summed.
+
+    Beyond the paper, whose every decision is credited with all of its trajectory's reward: a decision has not caused
+    what came before it, and the gradient without that is the same one with less noise.
+
+    Returns:
+        `[..., M]`.
+    """
+    later = parts.flip(-1).cumsum(-1).flip(-1)
+    return later[..., list(first)]
+
+
+def advantages(rewards: Tensor, to_go: Tensor | None = None) -> Tensor:
     """Rewards `[..., G]` of rollouts of one trace, minus their mean, over their population standard deviation + 1e-8.
 
     Exact zeros where all G are equal: such a group teaches nothing and is better skipped.
+
+    Args:
+        rewards: of whole rollouts.
+        to_go: `[..., G, M]`, see :func:`rewards_to_go`; it is then these, minus their means, over the deviation of the
+            rewards, so that a decision with little left to gain counts for little.
 
     Raises:
         ValueError: where G < 2, which would make every advantage 0, or a reward is not finite.
@@ -309,9 +342,11 @@ def advantages(rewards: Tensor) -> Tensor:
         raise ValueError(f"a group needs at least 2 rollouts, got rewards of shape {tuple(rewards.shape)}")
     if not rewards.isfinite().all():
         raise ValueError("a reward is not finite")
-    centred = rewards - rewards.mean(-1, keepdim=True)
     spread = rewards.std(-1, correction=0, keepdim=True)
-    return (centred / (spread + 1e-8)).masked_fill((rewards == rewards[..., :1]).all(-1, keepdim=True), 0.0)
+    equal = (rewards == rewards[..., :1]).all(-1, keepdim=True)
+    if to_go is None:
+        return ((rewards - rewards.mean(-1, keepdim=True)) / (spread + 1e-8)).masked_fill(equal, 0.0)
+    return ((to_go - to_go.mean(-2, keepdim=True)) / (spread[..., None] + 1e-8)).masked_fill(equal[..., None], 0.0)
 
 
 def grpo(
