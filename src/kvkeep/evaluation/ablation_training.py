@@ -48,10 +48,13 @@ def require_trainable(experiment: Experiment, model: PreTrainedModel, train: Tex
 
 def place(experiment: Experiment, variant: Variant, seed: int, model: PreTrainedModel, train: Texts) -> str:
     """The folder of a variant's scorer: a name made of all that decides it, not of the question that asked for it."""
+    recipe = jsonable(asdict(variant.recipe(experiment.steps, experiment.calibrate_on)))
+    if variant.stage != "rl":
+        recipe.pop("reinforcement", None)
     decides = {
         "method": variant.method,
         "stage": variant.stage,
-        "recipe": jsonable(asdict(variant.recipe(experiment.steps, experiment.calibrate_on))),
+        "recipe": recipe,
         "budget": experiment.budget,
         "model": scorers.model_fingerprint(model),
         "data": data_fingerprint(documents.in_turn(train, variant.documents)),
