@@ -190,20 +190,20 @@ def test_a_nan_names_layer_and_position():
 @pytest.mark.parametrize("options", [{}, {"normaliser": "xlstm"}, {"hidden": 5}], ids=str)
 @pytest.mark.parametrize("features", [1, 2, 8])
 def test_the_compiled_memory_scores_as_the_scorer_does(options, features):
-    """To the last bits but a few, also after the priorities have seen some tokens, and from a used block on."""
+    """To the last bits but a few, also in a block that another request has used."""
     case = ("kvpop", all_policies.ENTRY, {"features": features, "log_gamma": -0.2, "decay_step": 8, **options})
     layers = [make_layer(make(case), backend=backend) for backend in ("numba", "torch")]
     assert [layer.recurrence is not None for layer in layers] == [True, False]
     generator = torch.Generator().manual_seed(features)
     for turn in range(40):
-        rows = Rows.of([1, 3], [turn, turn + 7] if turn < 20 else [turn, turn - 20])
+        rows = Rows.of([1, 3], [turn, turn % 20])  # the second block is given to another request
         keys, values = torch.randn(2, 2, HEADS, SIZE, dtype=torch.float64, generator=generator)
         for layer in layers:
             layer.step(rows, None, keys, values)
         for name in ("memory.memory", "memory.stabiliser", "coming", "priority"):
             one, other = (layer.pages.state[name][[1, 3]] for layer in layers)
             left = turn >= all_policies.ENTRY.window or name.startswith("memory")
-            assert not left or torch.allclose(one, other, rtol=0, atol=1e-12, equal_nan=True), (turn, name)
+            assert not left or torch.allclose(one, other, rtol=1e-9, atol=1e-12), (turn, name)
 
 
 @pytest.mark.parametrize("budget", [Budget(2, 3, 4), Budget(0, 2, 3, 1), Budget(1, 2, 4, 3)], ids=str)

@@ -1,7 +1,7 @@
 """A step of KVpop's memory for many requests at once, compiled for the CPU.
 
-The same numbers as :class:`kvkeep.scorers.mlstm.MLSTM` for one token a request, which in tensor operations costs a layer
-some eighty small calls: here it is one loop over requests and heads, on the memories where their pages keep them.
+The same numbers as :class:`kvkeep.scorers.mlstm.MLSTM` for one token a request, which in tensor operations costs a
+layer some eighty small calls: here it is one loop over requests and heads, on the memories where their pages keep them.
 """
 
 from __future__ import annotations
