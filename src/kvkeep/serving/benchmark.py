@@ -32,13 +32,13 @@ DENSE = "dense"
 WARM_UP = 12  # steps of the overhead that do not count
 PROMPT = 32  # tokens before those that are written, in the throughput
 PARTS = {  # of a profile: the function that a part is, by file and name, or how a built-in one is shown
-    "planning the step": ("backend.py", "build"),
-    "kvkeep's step": ("entry.py", "step"),
-    "kvkeep's step, watching": ("interval.py", "step"),
-    "of it scoring": ("entry.py", "score"),
-    "of it choosing and writing": ("choice.py", "settle"),
-    "of it gathering blocks": ("interval.py", "gather"),
-    "of it writing blocks": ("interval.py", "scatter_state"),
+    "planning the step": ("vllm/backend.py", "build"),
+    "kvkeep's step": ("serving/entry.py", "step"),
+    "kvkeep's step, watching": ("serving/interval.py", "step"),
+    "of it scoring": ("serving/entry.py", "score"),
+    "of it choosing and writing": ("serving/choice.py", "settle"),
+    "of it gathering blocks": ("serving/interval.py", "gather"),
+    "of it writing blocks": ("serving/interval.py", "scatter_state"),
     "vLLM's paged attention": ("<built-in method torch._ops._C.cpu_attention_with_kv_cache>",),
     "matrix products of the model": ("<built-in method torch._ops._C.onednn_mm>",),
 }
@@ -65,7 +65,7 @@ def add(llm: Any, count: int, prompt: int, tokens: int) -> None:
 
 
 def throughput(llm: Any, requests: int, tokens: int) -> dict[str, Any]:
-    """Run all requests to their end."""
+    """Run all requests to their end; ``concurrent`` is the mean number that ran at once."""
     add(llm, requests, PROMPT, tokens)
     scheduler = llm.engine_core.engine_core.scheduler
     together, steps, cpu, wall = [], 0, time.process_time(), time.perf_counter()
@@ -79,7 +79,7 @@ def throughput(llm: Any, requests: int, tokens: int) -> dict[str, Any]:
         "what": "throughput",
         "requests": requests,
         "tokens": tokens,
-        "concurrent": max(together),
+        "concurrent": statistics.fmean(together),
         "steps": steps,
         "cpu_s": cpu,
         "wall_s": wall,
@@ -121,11 +121,12 @@ def profile(llm: Any, name: str, batch: int, budget: int, steps: int = 32) -> li
         llm.step()
     stats = pstats.Stats(watched).stats
     whole = max(cumulative for *_, cumulative, _ in stats.values())
-    return [
-        {"what": "profile", "policy": name, "part": part, "share": found / whole}
-        for part, function in PARTS.items()
-        if (found := sum(s[3] for at, s in stats.items() if (Path(at[0]).name, at[2]) == function or at[2] in function))
-    ]
+    found = dict.fromkeys(PARTS, 0.0)
+    for (file, _, function), (*_, cumulative, _) in stats.items():
+        for part, wanted in PARTS.items():
+            if wanted in (("/".join(Path(file).parts[-2:]), function), (function,)):
+                found[part] += cumulative / whole
+    return [{"what": "profile", "policy": name, "part": part, "share": share} for part, share in found.items() if share]
 
 
 def measure(

@@ -75,45 +75,63 @@ def _step(enters, leaves, coming, memory, stabiliser, blocks, positions, weights
     """MLSTM.recall, then MLSTM.readout, then the static priority; see there for the symbols."""
     mean, std, w_enter, b_enter, w_query, w1, b1, w2, b2, score_mean, score_std, decay = weights
     ratio, decay_step, window = options
-    features, size = memory.shape[2], memory.shape[3] - 1
+    features, size, width = memory.shape[2], memory.shape[3] - 1, w1.shape[2]
+    x, read = np.empty_like(mean[0]), np.empty_like(memory[0, 0, 0])
+    gates, key = np.empty_like(b_enter[0]), np.empty_like(b_enter[0])
+    query, hidden = np.empty_like(b_enter[0]), np.empty_like(b1[0])
     for row in range(len(blocks)):
         block, position = blocks[row], positions[row]
         for head in range(memory.shape[1]):
-            held, x = memory[block, head], (enters[row, head] - mean[head]) / std[head]
+            held = memory[block, head]
             if position == 0:
                 held[:] = 0
                 stabiliser[block, head] = -np.inf
-            projected = b_enter[head].copy()
             for i in range(len(x)):
-                projected += x[i] * w_enter[head, i]
-            key = np.exp(projected[:features] - projected[:features].max())
-            key /= key.sum()
-            gate, forget = projected[features], projected[features + 1]
+                x[i] = (enters[row, head, i] - mean[head, i]) / std[head, i]
+            gates[:] = b_enter[head]
+            for i in range(len(x)):
+                for o in range(features + 2):
+                    gates[o] += x[i] * w_enter[head, i, o]
+            most, total = gates[:features].max(), gates[0] * 0
+            for f in range(features):
+                key[f] = np.exp(gates[f] - most)
+                total += key[f]
+            gate, forget = gates[features], gates[features + 1]
             kept = min(forget, 0) - np.log1p(np.exp(-abs(forget))) + stabiliser[block, head]
             scale = max(kept, gate)
             fade, write = np.exp(kept - scale), np.exp(gate - scale)
             for f in range(features):
+                share = key[f] / total * write
                 for d in range(size):
-                    held[f, d] = fade * held[f, d] + key[f] * write * x[size + d]
-                held[f, size] = fade * held[f, size] + key[f] * write
+                    held[f, d] = fade * held[f, d] + share * x[size + d]
+                held[f, size] = fade * held[f, size] + share
             stabiliser[block, head] = scale
 
-            y = (leaves[row, head] - mean[head]) / std[head]
-            projected = np.zeros_like(key)
-            for i in range(len(y)):
-                projected += y[i] * w_query[head, i]
-            query = np.exp(projected - projected.max())
-            query /= query.sum()
-            read = np.zeros_like(held[0])
+            for i in range(len(x)):
+                x[i] = (leaves[row, head, i] - mean[head, i]) / std[head, i]
+            query[:] = 0
+            for i in range(len(x)):
+                for f in range(features):
+                    query[f] += x[i] * w_query[head, i, f]
+            most, total = query[:features].max(), query[0] * 0
             for f in range(features):
-                read += query[f] * held[f]
+                query[f] = np.exp(query[f] - most)
+                total += query[f]
+            read[:] = 0
+            for f in range(features):
+                for d in range(size + 1):
+                    read[d] += query[f] / total * held[f, d]
             below = max(read[size], LEAST) if ratio else max(abs(read[size]), np.exp(-scale))
-            hidden = b1[head].copy()
+            hidden[:] = b1[head]
             for d in range(size):
-                hidden += read[d] / below * w1[head, d]
-            for i in range(len(y)):
-                hidden += y[i] * w1[head, size + i]
-            raw = b2[head] + (hidden / (1 + np.exp(-hidden)) * w2[head]).sum()
+                recalled = read[d] / below
+                for o in range(width):
+                    hidden[o] += recalled * w1[head, d, o]
+            for i in range(len(x)):
+                for o in range(width):
+                    hidden[o] += x[i] * w1[head, size + i, o]
+            raw = b2[head]
+            for o in range(width):
+                raw += hidden[o] / (1 + np.exp(-hidden[o])) * w2[head, o]
             score = (raw - score_mean[head]) / score_std[head]
-            blocks_of_time = (position - window) // decay_step
-            coming[block, head, position % window] = score - blocks_of_time * decay[head]
+            coming[block, head, position % window] = score - (position - window) // decay_step * decay[head]
