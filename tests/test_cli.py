@@ -19,7 +19,7 @@ RULE = "h2o" if HANDED else "random"
 BUDGET = ("--policy", RULE, "--budget", "40", *(() if HANDED else ("--prefill", "dense")))
 
 
-COMMANDS = ("generate", "chat", "train", "evaluate", "benchmark", "policies", "models", "demo")
+COMMANDS = ("generate", "chat", "train", "evaluate", "benchmark", "policies", "models", "demo", "serve")
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def test_every_command_has_help(run, command):
     assert f"kvkeep {command}" in out
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 def test_common_flags(run, command):
     _, out, _ = run(command, "--help")
     flags = "--model --policy --budget --sinks --window --interval --budget-at-rest --scorer --prefill --dtype --seed"
@@ -93,7 +93,7 @@ GENERATING = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), GENERATING)
-@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 def test_mistakes_of_generating_commands(run, no_model, command, arguments, message):
     prompt = ["hello"] if command == "generate" else []
     check_refused(run(command, *prompt, *arguments), message)

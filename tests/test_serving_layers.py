@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import all_policies
 import kvkeep
 from all_policies import ONLINE, label, make
 from kvkeep import Budget, policies
@@ -184,6 +185,25 @@ def test_a_nan_names_layer_and_position():
     pairs = torch.zeros(1, HEADS, SIZE, dtype=torch.float64)
     with pytest.raises(NotFinite, match="layer 1: priorities not finite at position 9"):
         layer.step(Rows.of([0], [9]), None, pairs, pairs)
+
+
+@pytest.mark.parametrize("options", [{}, {"normaliser": "xlstm"}, {"hidden": 5}], ids=str)
+@pytest.mark.parametrize("features", [1, 2, 8])
+def test_the_compiled_memory_scores_as_the_scorer_does(options, features):
+    """To the last bits but a few, also in a block that another request has used."""
+    case = ("kvpop", all_policies.ENTRY, {"features": features, "log_gamma": -0.2, "decay_step": 8, **options})
+    layers = [make_layer(make(case), backend=backend) for backend in ("numba", "torch")]
+    assert [layer.recurrence is not None for layer in layers] == [True, False]
+    generator = torch.Generator().manual_seed(features)
+    for turn in range(40):
+        rows = Rows.of([1, 3], [turn, turn % 20])  # the second block is given to another request
+        keys, values = torch.randn(2, 2, HEADS, SIZE, dtype=torch.float64, generator=generator)
+        for layer in layers:
+            layer.step(rows, None, keys, values)
+        for name in ("memory.memory", "memory.stabiliser", "coming", "priority"):
+            one, other = (layer.pages.state[name][[1, 3]] for layer in layers)
+            left = turn >= all_policies.ENTRY.window or name.startswith("memory")
+            assert not left or torch.allclose(one, other, rtol=1e-9, atol=1e-12), (turn, name)
 
 
 @pytest.mark.parametrize("budget", [Budget(2, 3, 4), Budget(0, 2, 3, 1), Budget(1, 2, 4, 3)], ids=str)

@@ -4,14 +4,16 @@
 
 Throughput: the same requests through each engine in the same KV memory, one after the other; how many ran at once, and
 tokens per second. Overhead: all engines with the same batch, around the budget's length, taking turns step by step;
-the time of a step beside the dense one's. Seconds are CPU seconds of one thread, which a busy machine stretches less
-than the wall seconds beside them.
+the time of a step beside the dense one's, and a profile. Seconds are CPU seconds of one thread, which a busy machine
+stretches less than the wall seconds beside them.
 """
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import random
 import statistics
 import time
@@ -29,6 +31,17 @@ from kvkeep.serving.settings import KEY, Settings
 DENSE = "dense"
 WARM_UP = 12  # steps of the overhead that do not count
 PROMPT = 32  # tokens before those that are written, in the throughput
+PARTS = {  # of a profile: the function that a part is, by file and name, or how a built-in one is shown
+    "planning the step": ("vllm/backend.py", "build"),
+    "kvkeep's step": ("serving/entry.py", "step"),
+    "kvkeep's step, watching": ("serving/interval.py", "step"),
+    "of it scoring": ("serving/entry.py", "score"),
+    "of it choosing and writing": ("serving/choice.py", "settle"),
+    "of it gathering blocks": ("serving/interval.py", "gather"),
+    "of it writing blocks": ("serving/interval.py", "scatter_state"),
+    "vLLM's paged attention": ("<built-in method torch._ops._C.cpu_attention_with_kv_cache>",),
+    "matrix products of the model": ("<built-in method torch._ops._C.onednn_mm>",),
+}
 
 
 def engine(model: str, policy: str, budget: int, memory: int, **options: Any) -> Any:
@@ -52,7 +65,7 @@ def add(llm: Any, count: int, prompt: int, tokens: int) -> None:
 
 
 def throughput(llm: Any, requests: int, tokens: int) -> dict[str, Any]:
-    """Run all requests to their end."""
+    """Run all requests to their end; ``concurrent`` is the mean number that ran at once."""
     add(llm, requests, PROMPT, tokens)
     scheduler = llm.engine_core.engine_core.scheduler
     together, steps, cpu, wall = [], 0, time.process_time(), time.perf_counter()
@@ -66,7 +79,7 @@ def throughput(llm: Any, requests: int, tokens: int) -> dict[str, Any]:
         "what": "throughput",
         "requests": requests,
         "tokens": tokens,
-        "concurrent": max(together),
+        "concurrent": statistics.fmean(together),
         "steps": steps,
         "cpu_s": cpu,
         "wall_s": wall,
@@ -97,6 +110,25 @@ def overhead(engines: dict[str, Any], batch: int, budget: int, steps: int) -> li
     return rows
 
 
+def profile(llm: Any, name: str, batch: int, budget: int, steps: int = 32) -> list[dict[str, Any]]:
+    """Where a step's time goes, of the whole under a profiler (which makes small functions look larger)."""
+    add(llm, batch, budget + 8, steps + WARM_UP)
+    for _ in range(WARM_UP):
+        llm.step()
+    watched = cProfile.Profile()
+    watched.runcall(lambda: [llm.step() for _ in range(steps)])
+    while llm.has_unfinished_requests():
+        llm.step()
+    stats = pstats.Stats(watched).stats
+    whole = max(cumulative for *_, cumulative, _ in stats.values())
+    found = dict.fromkeys(PARTS, 0.0)
+    for (file, _, function), (*_, cumulative, _) in stats.items():
+        for part, wanted in PARTS.items():
+            if wanted in (("/".join(Path(file).parts[-2:]), function), (function,)):
+                found[part] += cumulative / whole
+    return [{"what": "profile", "policy": name, "part": part, "share": share} for part, share in found.items() if share]
+
+
 def measure(
     model: str, policies: list[str], budget: int, requests: int, tokens: int, memory: int, batch: int, **options: Any
 ) -> dict[str, Any]:
@@ -118,6 +150,8 @@ def measure(
     engines = {name: engine(model, name, budget, memory, **common) for name in (DENSE, *policies)}
     rows = overhead(engines, batch, budget, 64) if batch else []
     for name, llm in engines.items():
+        if batch and name != DENSE:
+            rows += profile(llm, name, batch, budget)
         if requests:
             rows.append(throughput(llm, requests, tokens) | {"policy": name})
     settings = {"model": model, "budget": budget, "memory_bytes": memory, "longest": longest}
@@ -128,6 +162,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     shown = []
     for what, columns in {
         "overhead": ("policy", "batch", "ms_median", "ms_mean", "ratio"),
+        "profile": ("policy", "part", "share"),
         "throughput": ("policy", "requests", "tokens", "concurrent", "tokens_per_cpu_s", "tokens_per_s", "wall_s"),
     }.items():
         rows = [row for row in result["rows"] if row["what"] == what]

@@ -17,6 +17,7 @@ from kvkeep.runtime.residency import NotFinite
 from kvkeep.serving.choice import Chooser
 from kvkeep.serving.memory import memory_shapes, recall, remember
 from kvkeep.serving.pages import Pages, State
+from kvkeep.serving.recurrence import Recurrence
 from kvkeep.serving.rows import Rows
 
 
@@ -49,6 +50,8 @@ class EntryLayer:
         self.chooser = Chooser(pages, policy.budget, backend)
         self.start = policy.new_memory(geometry, 1, pages.flat.device, self.wide)
         pages.state["recent"].zero_()  # read before it is written, by requests that begin
+        compiled = self.chooser.compiled and Recurrence.takes(policy, geometry, pages)
+        self.recurrence = Recurrence(policy, geometry, pages) if compiled else None
 
     @torch.no_grad()
     def step(self, rows: Rows, query: Tensor | None, keys: Tensor, values: Tensor) -> None:
@@ -71,8 +74,11 @@ class EntryLayer:
 
     def score(self, rows: Rows, keys: Tensor, values: Tensor) -> None:
         """Ask for the priorities of the tokens that leave next."""
-        memory = recall(self.pages, rows, self.start)
         leaving = self.chooser.fetch(rows)
+        if self.recurrence is not None:
+            self.recurrence.score(rows, keys, values, leaving)
+            return
+        memory = recall(self.pages, rows, self.start)
         first = rows.positions - self.policy.budget.window
         step = Step(
             geometry=self.geometry,
