@@ -16,6 +16,7 @@ from kvkeep.cli.session import Session
 from kvkeep.evaluation import documents
 from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.table import by_kind, table
+from kvkeep.runtime.heap import keep_freed_memory
 
 BUDGET = 128
 HALF = 160  # of the prompt, side by side; at 128 the trained scorers forget the name too
@@ -38,6 +39,7 @@ def run(seed: common.SeedFlag = 0) -> None:
     Then see what every policy costs on four documents. Takes two to three minutes on two cores.
     """
     console = common.output()
+    keep_freed_memory()
     model, tokenizer = common.load(common.DEFAULT_MODEL)
     _side_by_side(console, model, tokenizer)
     texts = documents.bundled(split="demo")

@@ -18,6 +18,7 @@ from kvkeep.evaluation.evaluate import evaluate, first_measured
 from kvkeep.evaluation.gaps import gap_table, gaps
 from kvkeep.evaluation.store import require_writable, write_atomic
 from kvkeep.evaluation.table import recall_table, table
+from kvkeep.runtime.heap import keep_freed_memory
 
 DataFlag = Annotated[list[Path] | None, typer.Option("--data", metavar="FILE...", help="Texts; the bundled ones else.")]
 CountFlag = Annotated[int | None, typer.Option("--documents", min=1, help="At most so many, of all kinds in turn.")]
@@ -77,6 +78,7 @@ def run(
         first_measured(ready, budget, length)
     require_writable(out, "--json")
     texts = _texts([*(data or []), *(more or [])], kinds)
+    keep_freed_memory()
     language_model, tokenizer = common.load(model, dtype, device)
     packed = documents.pack(texts, tokenizer, length)
     chosen = documents.in_turn(packed, count)

@@ -13,6 +13,7 @@ from kvkeep import scorers
 from kvkeep.cli import common, foresight, train_flags, tune
 from kvkeep.cli.evaluate import DataFlag
 from kvkeep.evaluation import documents
+from kvkeep.runtime.heap import keep_freed_memory
 from kvkeep.training import foresightkv, kvpop
 from kvkeep.training.student import TARGETS
 
@@ -126,6 +127,7 @@ def run(
             job = partial(fit, method, bounds, kvpop.recipe(preset, steps, lr=lr, **fitted), begun)
     files = [*(data or []), *(more or [])]
     texts = documents.read(files) if files else documents.bundled(split="train")
+    keep_freed_memory()
     language_model, tokenizer = common.load(model, dtype, device)
     if method in kvpop.METHODS and scorer is None:
         scorers.new(method, language_model.config, bounds)  # complains about budgets before anything slow

@@ -32,6 +32,7 @@ from kvkeep.evaluation.contenders import Contender, line_up
 from kvkeep.evaluation.evaluate import evaluate
 from kvkeep.evaluation.store import require_writable, write_atomic
 from kvkeep.runtime import models
+from kvkeep.runtime.heap import keep_freed_memory
 from kvkeep.training.corpus import Texts
 from kvkeep.training.state import jsonable
 
@@ -145,6 +146,7 @@ def main(
             def told(stage: str, done: int, total: int) -> None:
                 bar.update(task, description=stage, completed=done, total=total or None)
 
+            keep_freed_memory()
             model, tokenizer = models.load(model_name, progress=told)
             packed = (documents.pack(documents.bundled(split=split), tokenizer, length) for split in ("train", "eval"))
             numbers = (experiment.train_documents, count)
