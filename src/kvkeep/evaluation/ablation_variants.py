@@ -121,7 +121,7 @@ def _foresight(name: str, *, policy: Mapping[str, Any] | None = None, stage: str
     return Variant(name, overrides, foresightkv.METHOD, stage=stage, policy=policy or {})
 
 
-FEW = {"steps": 20, "batch": 2, "group": 4, "lr": 3e-3, "compare_on": 2}  # of reinforcement, on a CPU
+FEW = {"steps": 20, "batch": 2, "group": 8, "lr": 1e-3, "compare_on": 2}  # of reinforcement, on a CPU
 KV_ONLY = FeatureSpec(windows=(), cumulative=False, decay=None)
 FORESIGHT = tuple(
     Experiment(*asked, others=AT_INTERVALS)
@@ -180,7 +180,7 @@ FORESIGHT = tuple(
             "foresight-rewards",
             "ForesightKV: which increases of the loss should reinforcement punish? (The paper's table of rewards.)",
             tuple(
-                _foresight(name, stage="rl", variant=variant, preset="published", **FEW)
+                _foresight(name, stage="rl", variant=variant, **FEW)
                 for name, variant in {
                     "large, low entropy, squared": "spike",
                     "large, low entropy": "low_large",
