@@ -79,6 +79,13 @@ def test_foresightkv_is_trained_and_goes_on_with_dagger(run, folder, texts, tmp_
     assert "reward on the traces trained on" in said
     reinforced = kvkeep.load_scorer(tmp_path / "rl").metadata
     assert reinforced["stage"] == "rl"
+    assert reinforced["metrics"]["train"].keys() == {
+        "documents",
+        "reward",
+        "reward_gain",
+        "loss_ratio",
+        "loss_ratio_change",
+    }
     assert reinforced["recipe"]["reinforcement"]["variant"] == "all"
     assert reinforced["start"] == scorer.fingerprint()
     code, _, err = train(

@@ -108,13 +108,13 @@ def run(language_model: Any, packed: Sequence[Any], out: Path, **options: Any) -
     """Train and say what was learned."""
     with common.progress_bar() as progress:
         scorer = foresightkv.train(language_model, packed, out=out, progress=progress, **options)
-    found = scorer.metadata["metrics"]["held_out"]
-    if "train_reward_gain" in found:
-        for where, prefix in (("the traces trained on", "train_"), ("held-out traces", "")):
-            if f"{prefix}reward_gain" in found:
-                gain = found[f"{prefix}reward_gain"]
-                low_high = common.interval_over(found[f"{prefix}documents"], gain["interval"], "+.5f")
-                typer.echo(f"reward on {where} {gain['value']:+.5f}{low_high} over the scorer it began as")
+    metrics = scorer.metadata["metrics"]
+    found = metrics["held_out"]
+    for where, part in (("the traces trained on", "train"), ("held-out traces", "held_out")):
+        if "reward_gain" in metrics.get(part, ()):
+            gain, documents = metrics[part]["reward_gain"], metrics[part]["documents"]
+            low_high = common.interval_over(documents, gain["interval"], "+.5f")
+            typer.echo(f"reward on {where} {gain['value']:+.5f}{low_high} over the scorer it began as")
     if "overlap" in found:
         value = {name: found[name]["value"] for name in ("overlap", "chance", "tau")}
         low_high = common.interval_over(found["documents"], found["overlap"]["interval"], ".3f")

@@ -218,7 +218,7 @@ def train(
         rl = reinforce.Reinforce(model, scorer, documents[:cut], documents[cut:], settings.reinforcement, run, **shared)
         found, steps = rl.run(), rl.step
         compared = len({task.document for task in rl.train[: settings.reinforcement.compare_on]})
-        counted = {"train_documents": compared}
+        counted = {"train": compared, "held_out": len(documents) - cut}
     else:
         folder = run / "shards" if shards is None else Path(shards)
         reading = {"spec": scorer.layer(scorer.geometry[0].index).features, "storage": settings.storage}
@@ -231,15 +231,18 @@ def train(
             own = harvest(model, documents[:cut], scorer.budgets, folder, follow=start, **reading)
             traces[0] += own
         fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=begins, **shared)
-        found, steps, counted = fit.run(), fit.step, {}
-    metrics = {name: {"value": each.value, "interval": [each.low, each.high]} for name, each in found.items()}
+        found, steps, counted = fit.run(), fit.step, {"held_out": len(documents) - cut}
+    metrics = {part: {"documents": count} for part, count in counted.items()}
+    for name, each in found.items():
+        part = "train" if name.startswith("train_") else "held_out"
+        metrics[part][name.removeprefix("train_")] = {"value": each.value, "interval": [each.low, each.high]}
     scorer.save_pretrained(
         out,
         half=half,
         base_model=base_model or model.config.name_or_path,
         base_fingerprint=scorers.model_fingerprint(model),
         data_fingerprint=record["data"],
-        metrics={"held_out": metrics | counted | {"documents": len(documents) - cut}},
+        metrics=metrics,
         recipe=jsonable(asdict(settings)),
         stage=stage,
         start=record["start"],
