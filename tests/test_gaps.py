@@ -1,10 +1,12 @@
 """Gap closed, from the rows of an evaluation."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from kvkeep.evaluation.contenders import Contender
 from kvkeep.evaluation.gaps import comparisons, gap_table, gaps, seeds_together
 from kvkeep.evaluation.report import joined, main, markdown
 
@@ -57,6 +59,20 @@ def test_seeds_are_averaged_per_document_and_nothing_else_is():
     assert together["loss"] == pytest.approx(1.3)
     assert alone == SEEDS[2]
     assert [document["loss"] for document in SEEDS[0]["per_document"]] == [1.3, 1.2, 1.7], "the rows are left alone"
+
+
+def test_a_later_stage_or_another_option_is_no_other_seed():
+    drawn = [dict(each) | {"label": each["label"].replace("kvpop", "kvpop:evict=sample")} for each in SEEDS[:2]]
+    later = dict(SEEDS[0]) | {"preset": "best, rl", "seed": 2, "label": "kvpop (d)"}
+    found = [each["label"] for each in seeds_together([*SEEDS[:2], *drawn, later])]
+    assert found == ["kvpop (best), mean of 2 seeds", "kvpop:evict=sample (best), mean of 2 seeds", "kvpop (d)"]
+
+
+@pytest.mark.parametrize(("stage", "said"), [(None, "best"), ("sft", "best"), ("rl", "best, rl")])
+def test_rows_know_the_preset_and_the_later_stage(stage, said):
+    scorer = SimpleNamespace(metadata={"recipe": {"preset": "best"}, "stage": stage, "seed": 3})
+    made = Contender("foresightkv").with_scorer(scorer, "folder/a", alone=False)
+    assert (made.preset, made.seed, made.title) == (said, 3, "foresightkv (a)")
 
 
 def test_gap_of_the_seeds_together_stands_beside_each_seed():

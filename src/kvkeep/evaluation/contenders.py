@@ -61,8 +61,8 @@ class Contender:
         overrides: parts of the budget that are fixed.
         at_rest: whether budgets count tokens at rest.
         scorer: the trained module of a learned policy.
-        scorer_source, preset, seed, league: where the scorer comes from and how it was trained, for the rows; `seed`
-            is the policy's own for a policy that draws.
+        scorer_source, preset, seed, league: where the scorer comes from and how it was trained, for the rows: the
+            preset with a later stage behind it, like "best, rl"; `seed` is the policy's own for a policy that draws.
     """
 
     name: str
@@ -84,12 +84,13 @@ class Contender:
     def with_scorer(self, scorer: Any, source: str, alone: bool = True) -> Contender:
         """The contender with a scorer and what its checkpoint says of its making; a label where it is not alone."""
         told = scorer.metadata
+        how = told.get("recipe", {}).get("preset"), told.get("stage")
         return replace(
             self,
             label=self.label if alone else f"{self.title} ({Path(source).name})",
             scorer=scorer,
             scorer_source=source,
-            preset=told.get("recipe", {}).get("preset"),
+            preset=", ".join(part for part in how if part not in (None, "sft")) or None,
             seed=told.get("seed"),
             league=told.get("league"),
         )

@@ -66,9 +66,10 @@ def seeds_together(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["policy"], row.get("preset"), row.get("league")), []).append(row)
+        asked = row["label"].partition(" (")[0]  # the policy with its options, without the scorer
+        groups.setdefault((asked, row.get("preset"), row.get("league")), []).append(row)
     found = []
-    for (policy, preset, _), group in groups.items():
+    for (asked, preset, _), group in groups.items():
         if len({row.get("seed") for row in group}) < 2:
             found += map(dict, group)
             continue
@@ -77,9 +78,8 @@ def seeds_together(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for each in zip(*(row["per_document"] for row in group), strict=True)
         ]
         loss = sum(row["loss"] for row in group) / len(group)
-        label = (
-            f"{policy} ({preset}), mean of {len(group)} seeds" if preset else f"{policy}, mean of {len(group)} seeds"
-        )
+        made = f" ({preset})" if preset else ""
+        label = f"{asked}{made}, mean of {len(group)} seeds"
         found.append(dict(group[0]) | {"label": label, "seed": None, "loss": loss, "per_document": documents})
     return found
 
