@@ -65,6 +65,7 @@ CHANGED = {
     ("foresight-best", "no age"): {"age": False, "age_power": 0},
     ("foresight-best", "no power of value or age"): {"value_power": 0, "age_power": 0},
     ("foresight-best", "hidden 16"): {"hidden": 16},
+    ("foresight-best", "hidden 128"): {"hidden": 128},
     ("foresight-best", "ranking loss"): {"loss": "ranking", "value_power": 0, "age_power": 0},
     ("foresight-loss", "ranking"): {"loss": "ranking", "value_power": 0, "age_power": 0},
     ("foresight-loss", "regression"): {"loss": "regression"},
