@@ -1,4 +1,4 @@
-"""Whether Triton's kernels take a call: the one answer that every function of this folder goes by."""
+"""Whether kernels for GPUs take a call: the answers that every function with a kernel goes by."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+MASS_BACKENDS = ("auto", "rows", "flex")
+SMALLEST_HEAD = 16  # that a compiled FlexAttention takes
 
 
 def takes_triton(*tensors: Tensor) -> bool:
@@ -24,6 +26,22 @@ def takes_triton(*tensors: Tensor) -> bool:
         and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         and has_triton()
     )
+
+
+def takes_flex(query: Tensor, backend: str) -> bool:
+    """Whether FlexAttention adds up attention mass; ``backend`` as in :func:`kvkeep.attention_mass.future_attention`.
+
+    Raises:
+        ValueError: for an unknown backend, and for "flex" in float64.
+    """
+    if backend not in MASS_BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(MASS_BACKENDS)}, got {backend!r}")
+    if backend == "flex" and query.dtype == torch.float64:
+        raise ValueError('backend "flex" works in float32, got queries in float64: use "rows"')
+    if backend != "auto":
+        return backend == "flex"
+    on_cuda = query.device.type == "cuda" and query.dtype in NUMBERS
+    return on_cuda and query.shape[-1] >= SMALLEST_HEAD and has_triton()
 
 
 @functools.cache

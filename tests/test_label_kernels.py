@@ -1,0 +1,167 @@
+"""Attention mass by FlexAttention and in rounded products against row blocks in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+from kvkeep.attention_mass import attention_by_age, block_attention, future_attention, query_sums
+from kvkeep.kernels.choice import takes_flex
+from kvkeep.kernels.flex_mass import blocks_after_window, causal_blocks, causal_lse
+from kvkeep.kernels.products import bfloat16_product
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+CPU = torch.device("cpu")
+
+
+def heads(batch, kv_heads, group, length, size, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(batch, kv_heads * group, length, size, generator=generator) * scale
+    return query, torch.randn(batch, kv_heads, length, size, generator=generator)
+
+
+# --- FlexAttention ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(
+    length=st.integers(1, 200),
+    window=st.integers(1, 150),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3)),
+    group=st.sampled_from(["max", "mean_log", "log_mean"]),
+    scaling=st.sampled_from([None, 0.5, 0.3]),
+    data=st.data(),
+)
+def test_flex_is_row_blocks(length, window, shape, group, scaling, data):
+    query, key = heads(*shape, length, 8, seed=length)
+    pads = torch.tensor([data.draw(st.integers(0, length)) for _ in range(shape[0])])
+    options = {"group": group, "scaling": scaling, "padding": pads}
+    if data.draw(st.booleans()):  # of a sparse attention: below the dense one
+        options["lse"] = causal_lse(query, key, 0.3 if scaling is None else scaling) - torch.rand(query.shape[:3])
+    by_flex = future_attention(query, key, window, backend="flex", **options)
+    expected = future_attention(query.double(), key.double(), window, backend="rows", **options)
+    torch.testing.assert_close(by_flex.double(), expected, rtol=0, atol=1e-5)
+
+
+@settings(max_examples=40)
+@given(length=st.integers(1, 700), window=st.integers(1, 700))
+def test_listed_blocks_are_those_of_the_mask(length, window):
+    """FlexAttention as written on the CPU only asks the mask; compiled, it visits the blocks that are listed."""
+    for blocks, offset in ((causal_blocks(length, CPU), 0), (blocks_after_window(length, window, CPU), window)):
+        sign = 1 if offset == 0 else -1
+
+        def seen(batch, head, asks, answers, sign=sign, offset=offset):
+            return sign * (asks - answers) >= offset
+
+        torchs = create_block_mask(seen, None, None, length, length, device="cpu")
+        for kind in ("kv", "full_kv"):
+            counts, listed = (getattr(blocks, f"{kind}_{part}")[0, 0] for part in ("num_blocks", "indices"))
+            theirs, their_list = (getattr(torchs, f"{kind}_{part}")[0, 0] for part in ("num_blocks", "indices"))
+            assert counts.tolist() == theirs.tolist()
+            for row, count in enumerate(counts.tolist()):
+                assert sorted(listed[row, :count].tolist()) == sorted(their_list[row, :count].tolist())
+        grid = torch.arange(length)
+        assert torch.equal(blocks.mask_mod(0, 0, grid[:, None], grid), seen(0, 0, grid[:, None], grid))
+
+
+class OnCuda:
+    """What `takes_flex` asks of queries."""
+
+    def __init__(self, dtype=torch.bfloat16, size=64):
+        self.device, self.dtype, self.shape = torch.device("cuda", 0), dtype, (1, 2, 3, size)
+
+
+@pytest.mark.parametrize(
+    ("query", "taken"),
+    [
+        (OnCuda(), True),
+        (OnCuda(torch.float32), True),
+        (OnCuda(torch.float64), False),
+        (OnCuda(size=8), False),
+        (torch.zeros(1, 2, 3, 64), False),
+    ],
+)
+def test_who_takes_flex(monkeypatch, query, taken):
+    for installed in (True, False):
+        monkeypatch.setattr("kvkeep.kernels.choice.has_triton", lambda installed=installed: installed)
+        assert takes_flex(query, "auto") is (taken and installed)
+        assert takes_flex(query, "rows") is False
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (torch.float32, {"backend": "dense"}, r"backend must be one of auto, rows, flex, got 'dense'"),
+        (torch.float64, {"backend": "flex"}, r'backend "flex" works in float32, got queries in float64'),
+        (torch.float32, {"precision": "half"}, r"precision must be one of auto, wide, bfloat16, got 'half'"),
+        (torch.float64, {"precision": "bfloat16"}, r'"bfloat16" adds up in float32, got queries in float64'),
+    ],
+)
+def test_what_cannot_be_is_refused(dtype, options, message):
+    query, key = (tensor.to(dtype) for tensor in heads(1, 1, 1, 5, 4))
+    with pytest.raises(ValueError, match=message):
+        future_attention(query, key, 1, **options)
+
+
+# --- Rounded products ------------------------------------------------------------------------------------------------
+
+
+def everything(query, key, **options):
+    return [
+        future_attention(query, key, 7, **options),
+        block_attention(query, key, 20, 16, **options),
+        attention_by_age(query, key, 7, [0, 9, 40], **options),
+        query_sums(query, key, [(0, 30), (10, 90)], **options),
+    ]
+
+
+@pytest.mark.parametrize("backend", ["rows", "flex"])
+@pytest.mark.parametrize("size", [64, 80])  # of the square roots only the first is a power of two
+def test_rounding_what_is_bfloat16_loses_nothing(size, backend):
+    query, key = (tensor.bfloat16() for tensor in heads(2, 2, 3, 96, size, scale=3.0))
+    expected = future_attention(query.double(), key.double(), 7)
+    found = future_attention(query, key, 7, precision="bfloat16", backend=backend)
+    # Flex as written on the CPU rounds what bfloat16 tensors multiply to; compiled it does not.
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 if backend == "rows" else 0.1)
+    if backend == "rows":
+        pairs = zip(everything(query, key, precision="bfloat16"), everything(query.double(), key.double()), strict=True)
+        for mine, its in pairs:
+            torch.testing.assert_close(mine.double(), its, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scale", "most", "mean"), [(1.0, 0.01, 0.001), (3.0, 0.03, 0.004)])
+def test_rounding_float32_moves_a_target_by_little(scale, most, mean):
+    """What `future_attention` says of it. Whether products on this processor are rounded or not; and if all were."""
+    query, key = heads(1, 1, 3, 1024, 64, scale=scale)
+    expected = future_attention(query.double(), key.double(), 32)
+    rounded = future_attention(query.bfloat16().double(), key.bfloat16().double(), 32)
+    found = future_attention(query, key, 32, precision="bfloat16")
+    for target in (rounded, found):
+        assert float((target - expected).abs().max()) < most
+        assert float((target - expected).abs().mean()) < mean
+    assert float((rounded - expected).abs().max()) > most / 100  # it is about something
+
+
+def test_a_product_is_that_of_rounded_numbers_or_better():
+    a, b = heads(2, 3, 1, 40, 33)
+    exact, rounded = a.double() @ b.double().mT, a.bfloat16().double() @ b.bfloat16().double().mT
+    found = bfloat16_product(a, b.mT)
+    assert found.dtype == torch.float32
+    assert float((found - exact).abs().max()) < 1.5 * float((rounded - exact).abs().max())
+
+
+def test_the_setting_of_the_process_is_put_back():
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    with pytest.raises(RuntimeError):
+        bfloat16_product(torch.zeros(2, 3), torch.zeros(2, 3))
+    assert setting.fp32_precision == before
+    bfloat16_product(torch.zeros(2, 3), torch.zeros(3, 2))
+    assert setting.fp32_precision == before
+
+
+def test_float16_is_not_rounded_to_bfloat16():
+    query, key = (tensor.half() for tensor in heads(1, 1, 2, 60, 16))
+    expected = future_attention(query.double(), key.double(), 5)
+    torch.testing.assert_close(future_attention(query, key, 5).double(), expected, rtol=0, atol=1e-5)
