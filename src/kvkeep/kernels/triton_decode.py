@@ -231,4 +231,6 @@ def decode_attention_triton(
 
 @functools.cache
 def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
