@@ -48,10 +48,15 @@ def bfloat16_product(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cpu":
         with _rounding_products():
             return a @ b
-    a, b = a.bfloat16(), b.bfloat16()
     if a.device.type == "cuda":
-        return torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32).unflatten(0, a.shape[:-2])
-    return a.float() @ b.float()
+        halves = (factor.bfloat16().flatten(0, -3) for factor in (a, b))
+        return torch.bmm(*halves, out_dtype=torch.float32).unflatten(0, a.shape[:-2])
+    return bfloat16_product_reference(a, b)
+
+
+def bfloat16_product_reference(a: Tensor, b: Tensor) -> Tensor:
+    """:func:`bfloat16_product` on any device: rounded always, multiplied in float32."""
+    return a.bfloat16().float() @ b.bfloat16().float()
 
 
 @contextmanager
