@@ -77,8 +77,8 @@ def future_attention(
         block: queries per row block, chosen by itself if None.
         precision: of the products of queries and keys, which are added up in float32 or wider whatever it is. "wide"
             multiplies in float32; "bfloat16" rounds both to bfloat16 first (:mod:`kvkeep.kernels.products`), which
-            moves the target of float32 inputs by less than 0.03, 0.004 on average, where logits reach 18; "auto" does so
-            on CUDA for inputs that are bfloat16 already, where it loses nothing.
+            moves the target of float32 inputs by less than 0.03, 0.004 on average, where logits reach 18; "auto" does
+            so on CUDA for inputs that are bfloat16 already, where it loses nothing.
         backend: "rows", row blocks on any device; "flex", two passes of FlexAttention, which write no probabilities
             (:mod:`kvkeep.kernels.flex_mass`; linear memory on CUDA only); "auto", the second on CUDA where Triton is
             importable, D >= 16 and the input is not float64, else the first.
