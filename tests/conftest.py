@@ -7,6 +7,7 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs run on the CPU; read when Triton is imported
 
 # After the lines above: the thread count is read when torch is imported.
 import pytest

@@ -197,6 +197,25 @@ def test_backends_equal_the_oracle(case):
             assert sees(mask[row, head]) == oracle_sees(priority[row, head].tolist(), budget)
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    length=st.integers(1, 3000),
+    parts=st.tuples(st.integers(0, 9), st.integers(1, 70), st.integers(1, 600)),
+    levels=st.sampled_from([1, 2, 50, 10**6]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    data=st.data(),
+)
+def test_backends_agree_on_long_rows(length, parts, levels, dtype, data):
+    """Where the tree has many levels; ties of all kinds, both zeros and infinities among them."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    priority = torch.randint(levels, (2, 3, length), generator=generator).to(dtype) - levels // 2
+    where = torch.rand(priority.shape, generator=generator)
+    priority = priority.where(where > 0.02, torch.inf).where(where < 0.98, -torch.inf).where(where < 0.9, -0.0)
+    padding = torch.tensor([0, data.draw(st.integers(0, length))])
+    by_heap, by_sort = (running_topk(priority, Budget(*parts), padding, backend) for backend in BACKENDS)
+    assert torch.equal(by_heap, by_sort)
+
+
 @settings(deadline=None)
 @given(cases(), st.sampled_from(BACKENDS))
 def test_padded_rows_equal_rows_alone(case, backend):

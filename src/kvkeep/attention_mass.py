@@ -7,17 +7,20 @@ A causal row block, some queries with all the keys they may see, is complete: it
 S x S matrix never exists; memory is O(block * S). Nothing here carries a gradient.
 
 Knows queries and keys as the attention sees them (after RoPE and normalisation); nothing of models, masks other than
-the causal one, or budgets. Query head `h * G + g` reads KV head h. Sums are taken in float32 or the input's dtype,
-whichever is wider.
+the causal one, or budgets. Query head `h * G + g` reads KV head h. Logits, softmax and sums are float32 or the input's
+dtype, whichever is wider.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import frexp
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvkeep.kernels.choice import takes_flex
+from kvkeep.kernels.products import bfloat16_product, rounds
 from kvkeep.lifetimes import check_padding
 
 ROW_BLOCK_SCORES = 2**17  # scores of one head in a row block: few enough to stay near the processor
@@ -29,10 +32,12 @@ class _Rows(NamedTuple):
 
     index: Tensor | slice  # which rows
     pad: int
-    query: Tensor  # [b, Hkv, G, n, D], scaled
+    query: Tensor  # [b, Hkv, G, n, D]
     key: Tensor  # [b, Hkv, n, D]
     lse: Tensor | None  # [b, Hkv, G, n]
     block: int  # queries in a row block
+    scaling: float  # that is left to do: 1 where the queries have it
+    rounded: bool  # whether products are those of numbers rounded to bfloat16
 
 
 @torch.no_grad()
@@ -48,6 +53,8 @@ def future_attention(
     padding: Tensor | None = None,
     *,
     block: int | None = None,
+    precision: str = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """KVpop's target: the log of the mean attention a key receives from all queries after its window.
 
@@ -68,12 +75,20 @@ def future_attention(
             mass may exceed 1.
         padding: `[B]` left pads. A padded row gets what it gets alone.
         block: queries per row block, chosen by itself if None.
+        precision: of the products of queries and keys, which are added up in float32 or wider whatever it is. "wide"
+            multiplies in float32; "bfloat16" rounds both to bfloat16 first (:mod:`kvkeep.kernels.products`), which
+            moves the target of float32 inputs by less than 0.03, 0.004 on average, where logits reach 18; "auto" does
+            so on CUDA for inputs that are bfloat16 already, where it loses nothing.
+        backend: "rows", row blocks on any device; "flex", two passes of FlexAttention, which write no probabilities
+            (:mod:`kvkeep.kernels.flex_mass`; linear memory on CUDA only); "auto", the second on CUDA where Triton is
+            importable, D >= 16 and the input is not float64, else the first.
 
     Returns:
         `[B, Hkv, S]`. The last w keys of a row, and its pads, were seen by no counted query and hold `log(eps)`.
 
     Raises:
-        ValueError: where shapes clash, window < 1, eps < 0 or the group is unknown.
+        ValueError: where shapes clash, window < 1, eps < 0, or the group, precision or backend is unknown or does not
+            fit the input.
 
     Example:
         >>> query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
@@ -86,9 +101,10 @@ def future_attention(
         raise ValueError(f"window must be at least 1, got {window}: it holds the current token")
     if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
+    by_flex = takes_flex(query, backend)
     target = _empty_result(query, key).fill_(eps).log_()
-    for rows in _equally_padded(query, key, scaling, lse, padding, block):
-        mass = _mass_after_window(rows, window)  # [b, Hkv, G, n]
+    for rows in _equally_padded(query, key, scaling, lse, padding, block, precision):
+        mass = (_mass_by_flex if by_flex else _mass_after_window)(rows, window)  # [b, Hkv, G, n]
         if count_normalised:
             length = mass.shape[-1]
             mass /= (length - window - torch.arange(length, device=mass.device)).clamp(min=1)
@@ -114,6 +130,7 @@ def block_attention(
     partial: str = "mean",
     head: str = "mean",
     block: int | None = None,
+    precision: str = "auto",
 ) -> Tensor:
     """The mean attention every key receives from each block of `interval` queries, block 0 beginning at query `start`.
 
@@ -125,7 +142,7 @@ def block_attention(
         key: `[B, Hkv, S, D]`.
         start: first query of block 0, in the row's own positions.
         interval: queries in a block.
-        scaling, lse, padding, block: as in `future_attention`.
+        scaling, lse, padding, block, precision: as in `future_attention`.
         partial: the last block may be short: "mean" over the queries that exist, or "zero_pad", their sum divided by
             `interval`, as the released code has it.
         head: "mean" or "max" over the query heads of a KV head.
@@ -145,7 +162,7 @@ def block_attention(
         raise ValueError(f"blocks need start >= 0 and interval >= 1, got start {start} and interval {interval}")
     blocks = -(-max(query.shape[2] - start, 0) // interval)
     means = _empty_result(query, key, blocks).zero_()
-    for rows in _equally_padded(query, key, scaling, lse, padding, block):
+    for rows in _equally_padded(query, key, scaling, lse, padding, block, precision):
         length = rows.key.shape[2]
         for number, first in enumerate(range(start, length, interval)):
             last = min(first + interval, length)
@@ -167,6 +184,7 @@ def attention_by_age(
     padding: Tensor | None = None,
     *,
     block: int | None = None,
+    precision: str = "auto",
 ) -> Tensor:
     """The attention a key receives after leaving its window, summed over ranges of its age.
 
@@ -179,7 +197,7 @@ def attention_by_age(
         window: w >= 1 tokens.
         edges: rising ages `e_0 < e_1 < ..`, e_0 >= 0; range j holds the ages `e_j <= age < e_(j + 1)`.
         group: "max" or "mean" of a range's sum over the query heads of a KV head.
-        scaling, lse, padding, block: as in `future_attention`.
+        scaling, lse, padding, block, precision: as in `future_attention`.
 
     Returns:
         `[B, Hkv, S, len(edges) - 1]`, sums over queries, not divided by their number; 0 where the sequence ends before
@@ -195,7 +213,7 @@ def attention_by_age(
     if len(edges) < 2 or edges[0] < 0 or any(b <= a for a, b in pairwise(edges)):
         raise ValueError(f"edges must be two or more ages rising from 0 or more, got {list(edges)}")
     result = _empty_result(query, key, len(edges) - 1).zero_()
-    for rows in _equally_padded(query, key, scaling, lse, padding, block):
+    for rows in _equally_padded(query, key, scaling, lse, padding, block, precision):
         sums = rows.query.new_zeros((*rows.query.shape[:3], len(edges) - 1, rows.query.shape[3]))
         starts = torch.arange(rows.query.shape[3], device=key.device) + window
         starts = starts + torch.tensor(list(edges), device=key.device)[:, None]  # [edges, n]: queries of those ages
@@ -233,6 +251,7 @@ def query_sums(
     padding: Tensor | None = None,
     *,
     block: int | None = None,
+    precision: str = "auto",
 ) -> Tensor:
     """The attention every key receives, summed over each of several ranges of queries, per query head.
 
@@ -243,7 +262,7 @@ def query_sums(
         key: `[B, Hkv, S, D]`.
         ranges: pairs (a, b), the queries a <= q < b in the row's own positions. What lies beyond a padded row's end
             does not count.
-        scaling, lse, padding, block: as in `future_attention`.
+        scaling, lse, padding, block, precision: as in `future_attention`.
 
     Returns:
         `[B, Hq, S, len(ranges)]`, 0 for pads.
@@ -257,7 +276,7 @@ def query_sums(
             raise ValueError(f"a range of queries must lie between 0 and the length {length}, got ({a}, {b})")
     sums = _empty_result(query, key, len(ranges), per_query_head=True).zero_()
     bounds = sorted({bound for pair in ranges for bound in pair})
-    for rows in _equally_padded(query, key, scaling, lse, padding, block):
+    for rows in _equally_padded(query, key, scaling, lse, padding, block, precision):
         for first, last in pairwise(bounds):  # a piece lies within a range or outside of it
             last = min(last, rows.key.shape[2])
             covering = [number for number, (a, b) in enumerate(ranges) if a <= first and last <= b]
@@ -299,14 +318,22 @@ def _check_shapes(query: Tensor, key: Tensor, lse: Tensor | None) -> None:
 
 
 def _equally_padded(
-    query: Tensor, key: Tensor, scaling: float | None, lse: Tensor | None, padding: Tensor | None, block: int | None
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None,
+    lse: Tensor | None,
+    padding: Tensor | None,
+    block: int | None,
+    precision: str,
 ) -> Iterator[_Rows]:
     """Splits a batch into groups of rows with equal padding and cuts it off, so that no later step knows about pads."""
     _check_shapes(query, key, lse)
+    rounded = rounds(query, key, precision)
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1 query, got {block}")
     batch, query_heads, length, head_dim = query.shape
     scaling = head_dim**-0.5 if scaling is None else scaling
+    later = scaling if rounded and abs(frexp(scaling)[0]) != 0.5 else 1.0  # only a power of two survives rounding
     grouped = (key.shape[1], query_heads // key.shape[1])  # Hkv, G
     padding = check_padding(padding, batch, length, torch.device("cpu"))
     pads = [0] * batch if padding is None else padding.tolist()
@@ -320,10 +347,12 @@ def _equally_padded(
             yield _Rows(
                 index,
                 pad,
-                (query[index, :, pad:].to(_wide(query)) * scaling).unflatten(1, grouped),
+                (query[index, :, pad:].to(_wide(query)) * (scaling / later)).unflatten(1, grouped),
                 key[index, :, pad:].to(_wide(query)),
                 None if lse is None else lse[index, :, pad:].to(_wide(query)).unflatten(1, grouped),
                 size,
+                later,
+                rounded,
             )
 
 
@@ -333,7 +362,8 @@ def _row_blocks(rows: _Rows, first: int, last: int) -> Iterator[tuple[int, int, 
     for a in range(first, last, rows.block):
         b = min(a + rows.block, last)
         queries = rows.query[..., a:b, :].flatten(2, 3)  # [b, Hkv, G * (b - a), D]: one product per KV head
-        logits = (queries @ rows.key[..., :b, :].mT).unflatten(2, (group, b - a))
+        logits = (bfloat16_product if rows.rounded else torch.matmul)(queries, rows.key[..., :b, :].mT)
+        logits = (logits if rows.scaling == 1 else logits.mul_(rows.scaling)).unflatten(2, (group, b - a))
         younger = torch.ones(b - a, b - a, dtype=torch.bool, device=logits.device).triu_(1)
         logits[..., a:].masked_fill_(younger, float("-inf"))
         yield a, b, logits.softmax(-1) if rows.lse is None else logits.sub_(rows.lse[..., a:b, None]).exp_()
@@ -357,3 +387,13 @@ def _mass_after_window(rows: _Rows, window: int) -> Tensor:
         # query a + i counts for i more
         mass[..., past : b - window] += probability[..., past : b - window].tril(-1).sum(-2)
     return mass
+
+
+def _mass_by_flex(rows: _Rows, window: int) -> Tensor:
+    """:func:`_mass_after_window` without a probability that is written down."""
+    from kvkeep.kernels.flex_mass import mass_after_window  # here, because importing it takes a second
+
+    query, lse = rows.query.flatten(1, 2), None if rows.lse is None else rows.lse.flatten(1, 2)  # [b, Hq, n, D]
+    dtype = torch.bfloat16 if rows.rounded else query.dtype
+    mass = mass_after_window(query.to(dtype), rows.key.to(dtype), window, rows.scaling, lse)
+    return mass.unflatten(1, rows.query.shape[1:3])
