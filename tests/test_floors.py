@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kvkeep"
 
 FLOORS = {
-    1: ("budget", "lifetimes", "attention_mass", "slots", "sparse_attention"),
+    1: ("budget", "lifetimes", "attention_mass", "slots", "sparse_attention", "kernels"),
     2: ("scorers",),
     3: ("policies",),
     4: ("runtime",),

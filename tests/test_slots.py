@@ -21,6 +21,9 @@ from kvkeep.sparse_attention import causal_attention, live_attention, masked_att
 # --- Slots -----------------------------------------------------------------------------------------------------------
 
 
+FILL = 2.0  # what the extras of a new token start from
+
+
 class World:
     """Slots beside what they should hold: per row and head, position -> (number, score) of a token.
 
@@ -30,8 +33,8 @@ class World:
     def __init__(self, batch, heads, capacity):
         empty = torch.zeros(batch, heads, 0, 2)
         self.slots = Slots.empty(empty, empty[..., :1], capacity)
-        self.slots.add_extra("score", (), torch.float64)
-        self.slots.add_extra("vector", (3,), torch.float32)
+        self.slots.add_extra("score", (), torch.float64, FILL)
+        self.slots.add_extra("vector", (3,), torch.float32, FILL)
         self.rows = [[{} for _ in range(heads)] for _ in range(batch)]
         self.seen = [0] * batch
         self.number = 0
@@ -45,26 +48,26 @@ class World:
         self.seen = [seen + count for seen in self.seen]
         return numbers, positions
 
-    def append(self, count, fill):
+    def append(self, count):
         numbers, positions = self.new_tokens(count)
         pair = numbers[..., None].expand(-1, -1, -1, 2), -numbers[..., None]
-        self.slots.append(*pair, positions, {"score": fill, "vector": fill})
-        self.remember(numbers, positions, fill)
+        self.slots.append(*pair, positions)
+        self.remember(numbers, positions)
 
-    def write(self, at, fill):
+    def write(self, at):
         """Put one new token per head where another one was, by absolute slot ``[B, H, 1]``."""
         gone = self.slots.positions.gather(2, at)
         numbers, positions = self.new_tokens(1)
         pair = numbers[..., None].expand(-1, -1, -1, 2), -numbers[..., None]
-        self.slots.write(at, *pair, positions, {"score": fill, "vector": fill})
+        self.slots.write(at, *pair, positions)
         self.forget(gone)
-        self.remember(numbers, positions, fill)
+        self.remember(numbers, positions)
 
-    def remember(self, numbers, positions, fill):
+    def remember(self, numbers, positions):
         for row, heads in enumerate(self.rows):
             for head, held in enumerate(heads):
                 for number, position in zip(numbers[row, head].tolist(), positions[row].tolist(), strict=True):
-                    held[position] = [number, fill, [fill] * 3]
+                    held[position] = [number, FILL, [FILL] * 3]
 
     def forget(self, positions):
         for row, heads in enumerate(self.rows):
@@ -143,11 +146,11 @@ def one_step(data, world, actions):
     if action == "append":
         count = data.draw(st.integers(1, 4))
         if slots.width + count <= slots.capacity:
-            world.append(count, float(data.draw(st.integers(0, 3))))
+            world.append(count)
         else:
             pair = torch.zeros(batch, heads, count, 2), torch.zeros(batch, heads, count, 1)
             with pytest.raises(ValueError, match=f"{count} new tokens do not fit: {slots.width} of {slots.capacity}"):
-                slots.append(*pair, torch.zeros(batch, count), {"score": 0.0, "vector": 0.0})
+                slots.append(*pair, torch.zeros(batch, count))
     elif action == "drop" and not slots.uniform:
         with pytest.raises(ValueError, match="drop needs rows that hold the same number"):
             slots.drop(torch.zeros(batch, heads, 1, dtype=torch.long))
@@ -155,7 +158,7 @@ def one_step(data, world, actions):
         world.drop(distinct(data, batch, heads, slots.width, data.draw(st.integers(1, slots.width))))
     elif action == "write" and min(slots.held):
         at = [[[slots.capacity - 1 - data.draw(st.integers(0, n - 1))] for _ in range(heads)] for n in slots.held]
-        world.write(torch.tensor(at), 1.0)
+        world.write(torch.tensor(at))
     elif action == "touch" and slots.width:
         world.touch()
     elif action == "some rows":

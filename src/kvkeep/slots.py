@@ -79,6 +79,8 @@ class Slots:
     positions: Tensor
     held: list[int]
     extras: dict[str, Tensor] = field(default_factory=dict)
+    fills: dict[str, float] = field(default_factory=dict)  # what every extra of a new token starts from
+    tidy: bool = True  # free slots have these in their extras: always, unless rows ever held different numbers
 
     @classmethod
     def empty(cls, like_keys: Tensor, like_values: Tensor, slots: int) -> Slots:
@@ -104,6 +106,7 @@ class Slots:
         """Give every slot a number (or a vector of ``shape``) that moves and disappears with it."""
         full = (*self.positions.shape, *shape)
         self.extras[name] = torch.full(full, fill, dtype=dtype, device=self.keys.device)
+        self.fills[name] = fill
 
     @property
     def capacity(self) -> int:
@@ -130,40 +133,45 @@ class Slots:
         held = torch.tensor(self.held, device=self.keys.device)
         return (torch.arange(self.width, device=held.device) >= self.width - held[:, None])[:, None]
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, fills: dict[str, float]) -> None:
-        """Write n new tokens per row into the free slots before the held ones.
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Write n new tokens per row into the free slots before the held ones; their extras start from the fills.
 
         Args:
             keys, values: ``[B, H, n, head_dim]``.
             positions: int ``[B, n]``.
-            fills: the number each extra starts from.
 
         Raises:
             ValueError: where a row has fewer than n free slots.
         """
-        count = keys.shape[2]
-        if self.width + count > self.capacity:
-            raise ValueError(f"{count} new tokens do not fit: {self.width} of {self.capacity} slots are taken")
+        count, width = keys.shape[2], self.width
+        if width + count > self.capacity:
+            raise ValueError(f"{count} new tokens do not fit: {width} of {self.capacity} slots are taken")
         if self.uniform:
-            at = slice(self.capacity - self.width - count, self.capacity - self.width)
-            self.keys[:, :, at], self.values[:, :, at] = keys, values
-            self.positions[:, :, at] = positions[:, None]
-            for name, extra in self.extras.items():
-                extra[:, :, at] = fills[name]
+            first = self.capacity - width - count
+            self.keys.narrow(2, first, count).copy_(keys)
+            self.values.narrow(2, first, count).copy_(values)
+            self.positions.narrow(2, first, count).copy_(positions[:, None])
+            if not self.tidy:
+                self.refill(first, count)
         else:
             first = torch.tensor([self.capacity - held - count for held in self.held], device=keys.device)
             index = (first[:, None] + torch.arange(count, device=keys.device))[:, None].expand(-1, keys.shape[1], -1)
-            self.write(index, keys, values, positions, fills)
+            self.write(index, keys, values, positions)
         self.held = [held + count for held in self.held]
 
-    def write(self, index: Tensor, keys: Tensor, values: Tensor, positions: Tensor, fills: dict[str, float]) -> None:
+    def refill(self, first: int, count: int) -> None:
+        """Let the extras of free slots start anew."""
+        for name, extra in self.extras.items():
+            extra.narrow(2, first, count).fill_(self.fills[name])
+
+    def write(self, index: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Overwrite slots ``index`` ``[B, H, n]`` in place; ``held`` is the caller's to keep."""
         scatter_slots(self.keys, index, keys)
         scatter_slots(self.values, index, values)
         self.positions.scatter_(2, index, positions[:, None].expand(index.shape).to(self.positions.dtype))
         for name, extra in self.extras.items():
             shape = (*index.shape, *extra.shape[3:])
-            scatter_slots(extra, index, extra.new_full((), fills[name]).expand(shape))
+            scatter_slots(extra, index, extra.new_full((), self.fills[name]).expand(shape))
 
     def drop(self, victims: Tensor) -> None:
         """Forget n tokens per head and close the gaps by filling holes, at most n moves a head.
@@ -189,7 +197,9 @@ class Slots:
         for tensor in (self.keys, self.values, self.positions, *self.extras.values()):
             view = self.view(tensor)
             scatter_slots(view, holes, gather_slots(view, front))
-        self.view(self.positions)[:, :, :count] = EMPTY
+        first = self.capacity - self.width
+        self.positions.narrow(2, first, count).fill_(EMPTY)
+        self.refill(first, count)
         self.held = [held - count for held in self.held]
 
     def select(self, rows: Tensor) -> Slots:
@@ -200,6 +210,8 @@ class Slots:
             positions=self.positions.index_select(0, rows),
             held=[self.held[row] for row in rows.tolist()],
             extras={name: extra.index_select(0, rows) for name, extra in self.extras.items()},
+            fills=self.fills,
+            tidy=self.tidy,
         )
 
     def assign(self, rows: Tensor, other: Slots) -> None:
@@ -208,6 +220,8 @@ class Slots:
             mine.index_copy_(0, rows, its)
         for row, held in zip(rows.tolist(), other.held, strict=True):
             self.held[row] = held
+        # Whoever counts in the extras of the fullest row counts in free slots of the others.
+        self.tidy = self.tidy and other.tidy and self.uniform
 
     def tensors(self) -> list[Tensor]:
         return [self.keys, self.values, self.positions, *self.extras.values()]

@@ -137,9 +137,15 @@ class Step:
 
 
 class EntryPolicy(Policy):
-    """Decides before query q attends: scores the token that has just left the window, keeps the best ``topk``."""
+    """Decides before query q attends: scores the token that has just left the window, keeps the best ``topk``.
+
+    Attributes:
+        foresees: a priority depends on the leaving pair and its position alone, so that it may be asked for before the
+            token leaves, when nothing enters: ``step.entering`` is then the leaving pair.
+    """
 
     kind = "entry"
+    foresees: bool = False
 
     @classmethod
     def default_budget(cls, slots: int, **overrides: int) -> Budget:

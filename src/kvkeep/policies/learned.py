@@ -77,6 +77,10 @@ class Learned(Policy):
 class LearnedEntry(Learned, EntryPolicy):
     """A scorer gives every token that leaves the window its static priority: the score, and a decay with age."""
 
+    @property
+    def foresees(self) -> bool:
+        return not self._scorer.stateful
+
     def priority(self, step: Step) -> Tensor:
         layer = self.layer_scorer(step.geometry, step.positions.device)
         score = layer.score(step.entering, step.leaving, step.memory)

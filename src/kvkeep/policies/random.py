@@ -19,6 +19,7 @@ class Random(EntryPolicy):
     """
 
     name = "random"
+    foresees = True
 
     def __init__(self, budget: Budget, seed: int = 0):
         super().__init__(budget)

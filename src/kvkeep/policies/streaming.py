@@ -16,6 +16,7 @@ class Streaming(EntryPolicy):
 
     name = "streaming"
     paper = "arXiv 2309.17453"
+    foresees = True
 
     def priority(self, step: Step) -> Tensor:
         keys = step.leaving[0]

@@ -93,13 +93,16 @@ def attention_mask(
     """The mask under ``"kvkeep"``: for full attention just the padding, bool ``[B, 1, 1, kv]``, never queries x keys.
 
     Layers of any other shape (sliding, packed, bidirectional, a static cache with columns not yet written) get the
-    mask that ``sdpa`` would.
+    mask that ``sdpa`` would. Offsets may be tensors: where there are as many columns as queries, the newest is last
+    whatever they say.
     """
-    newest_is_last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    known = isinstance(q_offset, int) and isinstance(kv_offset, int)
+    newest_is_last = q_length == kv_length or (known and q_offset + q_length == kv_offset + kv_length)
     if mask_function is causal_mask_function and kwargs.get("local_size") is None and newest_is_last:
         if attention_mask is None:
             return None
-        return attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
+        last = kv_offset + kv_length if known else attention_mask.shape[1]
+        return attention_mask[:, None, None, last - kv_length : last].bool()
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
 
 

@@ -140,23 +140,40 @@ class EvictingLayer(CacheLayerMixin):
     def __init__(self, config: PreTrainedConfig, policy: Policy, index: int, dense: bool, padding):
         super().__init__()
         self.config, self.policy, self.index, self.dense, self.padding = config, policy, index, dense, padding
-        self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
+        self.hands_keywords = transformers_version() >= HANDS_KEYWORDS
         self.residency: Residency | None = None
         self.geometry: Geometry | None = None
+        self.lead = 0  # columns of padding of the first row
         self.awaiting = False  # handed on to the attention function, which has not attended yet
 
     # What transformers asks
 
-    def get_seq_length(self) -> int:
+    @property
+    def columns(self) -> int:
+        """Columns seen, padding included: what transformers calls the sequence length."""
+        return self.residency.seen[0] + self.lead if self.residency else 0
+
+    def get_seq_length(self) -> int | Tensor:
+        """``columns``; a tensor, for which nobody waits, where a step runs on an accelerator or is being compiled.
+
+        The device counts tokens, so that a step that runs from a captured graph counts too.
+        """
+        steady = self.hands_over and self.residency is not None and self.residency.steady
+        if steady and (torch.compiler.is_compiling() or self.residency.clock.device.type != "cpu"):
+            return self.residency.clock[0] + self.lead
         return self.columns
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Under kvkeep's attention the mask is padding over all columns; stock attention sees what update returns."""
+        """Under kvkeep's attention the mask is padding over all columns; stock attention sees what update returns.
+
+        A row that is full has no padding to tell of: then the one new column is enough.
+        """
         if self.hands_over:
-            return self.columns + query_length, 0
+            steady = query_length == 1 and self.residency is not None and self.residency.steady
+            return (1, self.get_seq_length()) if steady else (self.columns + query_length, 0)
         slots = self.policy.budget.slots
         if query_length == 1:
             width = min(self.columns + 1, slots)
@@ -169,7 +186,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def hands_over(self) -> bool:
-        return self.config._attn_implementation == attention.NAME and transformers_version() >= HANDS_KEYWORDS
+        return self.hands_keywords and self.config._attn_implementation == attention.NAME
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take n new pairs ``[B, H, n, D]``; returns what stock attention should read.
@@ -199,20 +216,18 @@ class EvictingLayer(CacheLayerMixin):
         """Called by kvkeep's attention function with what :meth:`update` let through."""
         self.awaiting = False
         self._start(key, value, query.shape[1], scaling)
-        count = key.shape[2]
-        pads = None
-        if count > 1 or not all(self.residency.seen):
+        count, pads = key.shape[2], None
+        if count > 1 or not min(self.residency.slots.held):
             pads = self._new_pads(None if mask is None else attention.left_padding(mask[:, 0, 0]), count)
-        output = self.residency.advance(query, key, value, pads)
-        self.columns += count
-        return output
+            self.lead += pads[0]
+        return self.residency.advance(query, key, value, pads)
 
     def fill(self, query: Tensor, keys: Tensor, values: Tensor, columns: int) -> None:
         """Pretend that ``columns`` tokens have been seen of which the given pairs are held: benchmarks only."""
         self._start(keys, values, query.shape[1], None)
-        self.residency.seen = [columns - keys.shape[2]] * keys.shape[0]
+        self.residency.start_at(columns - keys.shape[2])
         self.residency.advance(query, keys, values)
-        self.columns, self.is_initialized = columns, True
+        self.is_initialized = True
 
     def _update_under_stock_attention(self, keys: Tensor, values: Tensor, keywords: dict | None):
         if self.policy.kind == "attention":
@@ -220,22 +235,21 @@ class EvictingLayer(CacheLayerMixin):
         count, columns, slots = keys.shape[2], self.columns, self.policy.budget.slots
         self._start(keys, values, None, None)
         pads = None
-        if count > 1 or min(self.residency.seen) <= 1:  # position 0 is a first token, or padding: the next one tells
+        if count > 1 or min(self.residency.slots.held) <= 1:  # position 0 is a first token, or padding: the next one tells
             pads = self._new_pads(self._padding_from_positions(keys, keywords), count)
+            self.lead += pads[0]
         if count > 1:
             self._require_sparse_is_exact(count, pads)
         held = self.residency.slots
         if count == 1 and columns:
             self.residency.advance(None, keys, values, pads)
             width = min(columns + 1, slots)
-            self.columns += 1
             return held.keys[:, :, slots - width :], held.values[:, :, slots - width :]
         resident = slice(slots - min(columns, slots), slots)
         seen = (keys, values)
         if columns:  # this forward only: what is held, then the new tokens in order
             seen = torch.cat([held.keys[:, :, resident], keys], 2), torch.cat([held.values[:, :, resident], values], 2)
         self.residency.advance(None, keys, values, pads)
-        self.columns += count
         return seen
 
     def _require_sparse_is_exact(self, count: int, pads: list[int]) -> None:
@@ -249,7 +263,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def _start(self, keys: Tensor, values: Tensor, query_heads: int | None, scaling) -> None:
         if self.residency is not None:
-            made_for = (len(self.residency.seen), self.geometry.kv_heads, self.geometry.head_dim)
+            made_for = (self.residency.clock.shape[0], self.geometry.kv_heads, self.geometry.head_dim)
             if made_for != (keys.shape[0], keys.shape[1], keys.shape[3]):
                 raise ValueError(
                     "this cache holds {} rows of {} KV heads of size {}, the new tokens have {}, {} and {}: ".format(
@@ -281,30 +295,32 @@ class EvictingLayer(CacheLayerMixin):
 
     def _new_pads(self, padding: list[int] | None, count: int) -> list[int]:
         """How many of the next ``count`` columns are padding, per row."""
-        batch = len(self.residency.seen)
+        batch, columns = self.residency.clock.shape[0], self.columns
         if self.padding is not None:
             padding = [self.padding] * batch if isinstance(self.padding, int) else list(self.padding)
             if len(padding) != batch:
                 raise ValueError(f"padding was given for {len(padding)} rows, the batch has {batch}")
         padding = padding or [0] * batch
         for row, (pad, seen) in enumerate(zip(padding, self.residency.seen, strict=True)):
-            if seen and pad != self.columns - seen:
+            if seen and pad != columns - seen:
                 raise ValueError(
-                    f"row {row} had {self.columns - seen} columns of left padding before, now {pad} (under stock "
+                    f"row {row} had {columns - seen} columns of left padding before, now {pad} (under stock "
                     "attention the first piece of a prompt must reach into every row)"
                 )
-        return [min(max(pad - self.columns, 0), count) for pad in padding]
+        return [min(max(pad - columns, 0), count) for pad in padding]
 
     # Rows
 
     def reset(self) -> None:
-        self.residency, self.columns, self.awaiting = None, 0, False
+        self.residency, self.lead, self.awaiting = None, 0, False
         self.keys = self.values = None
         self.is_initialized = False
 
     def _select(self, rows: Tensor) -> None:
         if self.residency is not None:
+            columns = self.columns
             self.residency = self.residency.select(rows.to(self.residency.slots.keys.device))
+            self.lead = columns - self.residency.seen[0]
             self.keys, self.values = self.residency.slots.keys, self.residency.slots.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -315,7 +331,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.residency is not None:
-            self._select(torch.arange(len(self.residency.seen)).repeat_interleave(repeats))
+            self._select(torch.arange(self.residency.clock.shape[0]).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

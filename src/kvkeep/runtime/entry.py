@@ -11,75 +11,75 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.kernels.place import replace_lowest
 from kvkeep.lifetimes import running_topk
 from kvkeep.policies.base import EntryPolicy, Geometry, Step
-from kvkeep.runtime.residency import Residency, require_finite
+from kvkeep.runtime.residency import Residency
 from kvkeep.slots import gather_slots, pad_front
 from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention
-
-PROTECTED = torch.inf  # priority of sinks and of tokens still in the window
 
 
 class EntryResidency(Residency):
     """See the module's docstring.
 
+    A step changes nothing on the host once every row is full, and asks the device nothing.
+
     Attributes:
-        recent: int64 ``[B, H, window]``, the slot of the token at position p for the newest p, at ``p % window``.
+        recent: int64 ``[B, H, window]``, the slot of the token at position p for the newest p, at ``p % window``; of a
+            token to come, the free slot that it will get.
+        ahead: for how many steps the priority of the leaving token is known.
         dense: attend densely within each piece of many tokens and prune once after it.
         keep: False forgets the tokens after a piece (offline, where only attention and lifetimes are wanted).
     """
 
-    row_tensors = ("lifetimes", "recent")
+    row_tensors = (*Residency.row_tensors, "recent")
 
     def __init__(self, policy: EntryPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False, keep=True):
         super().__init__(policy, geometry, keys, values)
-        self.dense, self.keep = dense, keep
-        self.slots.add_extra("priority", (), self.wide, PROTECTED)
-        heads = self.slots.positions.shape[:2]
-        self.recent = torch.zeros(*heads, self.budget.window, dtype=torch.int64, device=keys.device)
+        self.dense, self.keep, self.ahead = dense, keep, 0
+        self.foresees = policy.foresees
+        self.slots.add_extra("priority", (), self.wide)
+        batch, heads, capacity = self.slots.positions.shape
+        coming = capacity - 1 - torch.arange(self.budget.window, device=keys.device)
+        self.recent = coming.expand(batch, heads, -1).contiguous()
         self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
-        positions = self.positions(1)  # [B, 1]
-        column = (positions % self.budget.window)[:, None].expand(-1, keys.shape[1], -1)  # [B, H, 1]
-        self.score_leaving(keys, values, positions, column)
-        slot = self.choose_slot()
-        self.slots.write(slot, keys, values, positions, {"priority": PROTECTED})
-        self.slots.held = [min(held + 1, self.budget.rest) for held in self.slots.held]
-        self.recent.scatter_(2, column, slot)
-        self.seen = [seen + 1 for seen in self.seen]
+        slots, budget = self.slots, self.budget
+        if self.memory:
+            self.check(keys, values)  # before they are written there
+        if not self.ahead:
+            self.score_leaving(keys, values)
+        self.ahead -= 1
+        store = slots.keys, slots.values, slots.positions, slots.extras["priority"], self.recent, self.clock
+        if not replace_lowest(*store, keys, values, budget.sinks, budget.window):
+            self.check(keys, values)
+        if not self.steady:
+            slots.held = [min(held + 1, budget.rest) for held in slots.held]
         if query is None:
             return None
-        slots = self.slots
         return masked_attention(
             query, slots.view(slots.keys), slots.view(slots.values), _rows(slots.live()), self.geometry.scaling
         )[0]
 
-    def score_leaving(self, keys: Tensor, values: Tensor, positions: Tensor, column: Tensor) -> None:
-        """Give the token at ``position - window`` its priority; sinks stay protected."""
-        leaving = positions - self.budget.window  # [B, 1]
-        slot = self.recent.gather(2, column)  # [B, H, 1]
-        pair = gather_slots(self.slots.keys, slot), gather_slots(self.slots.values, slot)
-        priority = self.priority((keys, values), pair, leaving)
-        competes = (leaving >= self.budget.sinks)[:, None]
-        stored = self.slots.extras["priority"]
-        stored.scatter_(2, slot, torch.where(competes, priority, stored.gather(2, slot)))
+    @property
+    def steady(self) -> bool:
+        return min(self.slots.held) == self.budget.rest
 
-    def choose_slot(self) -> Tensor:
-        """The slot for the new pair, ``[B, H, 1]``: a free one, or that of the lowest (priority, position)."""
-        slots, rest = self.slots, self.budget.rest
-        free = [slots.capacity - held - 1 for held in slots.held]
-        full = [held == rest for held in slots.held]
-        heads = slots.positions.shape[1]
-        slot = torch.tensor(free, device=slots.keys.device)[:, None, None].expand(-1, heads, -1)
-        if not any(full):
-            return slot
-        priority = slots.extras["priority"]
-        tied = priority == priority.amin(-1, keepdim=True)
-        loser = torch.where(tied, slots.positions, torch.iinfo(torch.int32).max).argmin(-1, keepdim=True)
-        if all(full):
-            return loser
-        return torch.where(torch.tensor(full, device=slot.device)[:, None, None], loser, slot)
+    def score_leaving(self, keys: Tensor, values: Tensor) -> None:
+        """Priorities of the tokens that leave the window: of the next, or where that may be of all in it at once.
+
+        Once a window costs less than at every step; but a captured graph must find every step alike.
+        """
+        slots, window = self.slots, self.budget.window
+        batched = self.foresees and keys.device.type == "cpu" and not torch.compiler.is_compiling()
+        count = window if batched else 1
+        positions = self.positions(count) - window  # [B, n]
+        slot = self.recent.gather(2, (positions % window)[:, None].expand(-1, keys.shape[1], -1))  # [B, H, n]
+        leaving = gather_slots(slots.keys, slot), gather_slots(slots.values, slot)
+        priority = self.priority(leaving if batched else (keys, values), leaving, positions)
+        slots.extras["priority"].scatter_(2, slot, priority)
+        self.ahead = count
 
     def ingest(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
         held, count = self.slots.held[0], keys.shape[2]
@@ -101,7 +101,8 @@ class EntryResidency(Residency):
             self.lifetimes[:, :, : evicted_at.shape[-1]] = evicted_at
         if self.keep:
             self.store(keys.detach(), values.detach(), token, priority, evicted_at)
-        self.seen = [seen + count for seen in self.seen]
+        self.pass_on(count)
+        self.ahead = 0
         return output
 
     def score_pieces(self, keys: Tensor, values: Tensor, known: Tensor, positions: Tensor) -> Tensor:
@@ -113,9 +114,8 @@ class EntryResidency(Residency):
         keys, values = keys.detach(), values.detach()
         leaving = pad_front(keys[:, :, at], ahead), pad_front(values[:, :, at], ahead)
         scored = self.priority((keys[:, :, held:], values[:, :, held:]), leaving, positions - window)
-        priority = torch.cat([known, known.new_full((*known.shape[:2], count), PROTECTED)], -1)
-        competes = (positions[:, ahead:] - window >= self.budget.sinks)[:, None]
-        priority[:, :, at] = torch.where(competes, scored[..., ahead:], priority[:, :, at])
+        priority = torch.cat([known, known.new_zeros(*known.shape[:2], count)], -1)
+        priority[:, :, at] = scored[..., ahead:]
         return priority
 
     def priority(self, entering: tuple, leaving: tuple, positions: Tensor) -> Tensor:
@@ -124,8 +124,12 @@ class EntryResidency(Residency):
         with torch.no_grad():
             priority = self.policy.priority(step).to(self.wide)
         real = priority.masked_fill((positions < 0)[:, None], 0)
-        require_finite(real, "priorities", self.geometry.layer, max(self.seen))
+        self.require_finite(real, "priorities")
         return priority
+
+    def assign(self, rows: Tensor, part: EntryResidency) -> None:
+        super().assign(rows, part)
+        self.ahead = min(self.ahead, part.ahead)
 
     def attend(self, query: Tensor | None, keys: Tensor, values: Tensor, evicted_at: Tensor) -> Tensor | None:
         if query is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Observation
-from kvkeep.runtime.residency import Residency, require_finite, rows_by
+from kvkeep.runtime.residency import Residency, rows_by
 from kvkeep.slots import Slots, lowest
 from kvkeep.sparse_attention import ROW_BLOCK, masked_attention
 
@@ -23,19 +23,19 @@ class IntervalResidency(Residency):
     """See the module's docstring.
 
     Attributes:
-        recent: ``[B, H, G, r, D]``, the newest r queries, oldest first, if the policy asks for any.
+        counted: what ``clock`` says, on the host, which must know when an interval ends.
+        recent: ``[B, H, G, r, D]``, the query at position p for the newest r, at ``p % r``, if the policy asks for any.
         dense: hold a whole piece of many tokens while it attends, and prune once after it.
     """
 
-    row_tensors = ("lifetimes", "recent")
+    row_tensors = (*Residency.row_tensors, "recent")
 
     def __init__(self, policy: AttentionPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False):
         super().__init__(policy, geometry, keys, values)
         self.dense = dense
         self.due: int | None = None  # where a piece in hand ends in an eviction of its own
-        self.fills = {}
+        self.counted = [0] * keys.shape[0]
         for name, statistic in policy.slot_statistics(geometry).items():
-            self.fills[name] = statistic.fill
             self.slots.add_extra(name, statistic.shape, self.wide, statistic.fill)
         self.recent = None
         if policy.recent_queries:
@@ -44,8 +44,9 @@ class IntervalResidency(Residency):
         self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        for seen, rows in rows_by(self.seen):
-            if len(rows) == len(self.seen):
+        self.check(keys, values)
+        for seen, rows in rows_by(self.counted):
+            if len(rows) == len(self.counted):
                 self.open_interval()
             elif self.boundary(seen):
                 index = torch.tensor(rows, device=keys.device)
@@ -59,7 +60,7 @@ class IntervalResidency(Residency):
         one_shot = self.dense and self.slots.held[0] + count > self.budget.slots
         if one_shot:
             self.slots = self.resized(self.slots.held[0] + count)
-            self.due = self.seen[0] + count
+            self.due = self.counted[0] + count
         while start < count:
             if not one_shot:
                 self.open_interval()
@@ -79,12 +80,12 @@ class IntervalResidency(Residency):
 
     def until_boundary(self) -> int:
         """Queries from here to the next boundary, at least 1."""
-        past = self.seen[0] - self.budget.rest
+        past = self.counted[0] - self.budget.rest
         return -past if past < 0 else self.budget.interval - past % self.budget.interval
 
     def open_interval(self) -> None:
         """At a boundary: evict down to ``rest`` and tell the policy that an interval begins."""
-        query_index = self.seen[0]
+        query_index = self.counted[0]
         if self.boundary(query_index) and (self.evict() or query_index == self.budget.rest):
             self.begin()
 
@@ -103,7 +104,7 @@ class IntervalResidency(Residency):
         """Write n pairs, attend over all held, let the policy watch."""
         count, slots = keys.shape[2], self.slots
         positions = self.positions(count)
-        slots.append(keys, values, positions, self.fills)
+        slots.append(keys, values, positions)
         held_at = slots.view(slots.positions)
         if count > 1:
             mask = held_at[:, :, None] <= positions[:, None, :, None]  # [B, H, n, N], rows are uniform here
@@ -119,14 +120,23 @@ class IntervalResidency(Residency):
             Observation(self.geometry, grouped, positions, probabilities, statistics, self.memory, held_at, until)
         )
         if self.recent is not None:
-            size = self.recent.shape[3]
-            self.recent = torch.cat([self.recent[:, :, :, count:], grouped[:, :, :, -size:]], 3)
-        self.seen = [seen + count for seen in self.seen]
+            self.remember(grouped, positions)
+        self.pass_on(count)
         return output
+
+    def remember(self, query: Tensor, positions: Tensor) -> None:
+        """Write the newest of n queries ``[B, H, G, n, D]`` over the oldest remembered."""
+        size = self.recent.shape[3]
+        query, column = query[:, :, :, -size:], positions[:, -size:] % size  # [B, n]
+        self.recent.scatter_(3, column[:, None, None, :, None].expand(query.shape), query)
+
+    def remembered(self) -> Tensor | None:
+        """The newest queries, oldest first, of rows that are at the same query."""
+        return None if self.recent is None else self.recent.roll(-self.counted[0], 3)
 
     def evict(self) -> bool:
         """Drop all but ``rest`` tokens of every row, which are at the same query; False where there are no more."""
-        slots, budget, query_index = self.slots, self.budget, self.seen[0]
+        slots, budget, query_index = self.slots, self.budget, self.counted[0]
         count = slots.held[0] - budget.rest
         if count <= 0:
             return False
@@ -141,12 +151,12 @@ class IntervalResidency(Residency):
             positions=positions,
             statistics={name: slots.view(extra) for name, extra in slots.extras.items()},
             memory=self.memory,
-            queries=self.recent,
+            queries=self.remembered(),
             candidates=candidates,
             count=count,
         )
         scores = self.policy.keep_scores(held).to(self.wide)
-        require_finite(scores, "keep scores", self.geometry.layer, query_index)
+        self.require_finite(scores, "keep scores")
         victims = lowest(scores, positions, candidates, count)
         if self.lifetimes is not None:
             self.lifetimes.scatter_(2, positions.gather(2, victims).long(), query_index)
@@ -158,9 +168,33 @@ class IntervalResidency(Residency):
         old = self.slots
         new = Slots.empty(old.keys, old.values, capacity)
         for name, extra in old.extras.items():
-            new.add_extra(name, extra.shape[3:], extra.dtype, self.fills[name])
+            new.add_extra(name, extra.shape[3:], extra.dtype, old.fills[name])
         width = old.width
         for target, source in zip(new.tensors(), old.tensors(), strict=True):
             target[:, :, capacity - width :] = source[:, :, old.capacity - width :]
-        new.held = list(old.held)
+        new.held, new.tidy = list(old.held), old.tidy
         return new
+
+    # The count on the host
+
+    @property
+    def seen(self) -> list[int]:
+        return self.counted
+
+    def pass_on(self, count: int) -> None:
+        super().pass_on(count)
+        self.counted = [counted + count for counted in self.counted]
+
+    def start_at(self, position: int) -> None:
+        super().start_at(position)
+        self.counted = [position] * len(self.counted)
+
+    def select(self, rows: Tensor) -> IntervalResidency:
+        part = super().select(rows)
+        part.counted = [self.counted[row] for row in rows.tolist()]
+        return part
+
+    def assign(self, rows: Tensor, part: IntervalResidency) -> None:
+        super().assign(rows, part)
+        for row, counted in zip(rows.tolist(), part.counted, strict=True):
+            self.counted[row] = counted
