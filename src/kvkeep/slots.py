@@ -124,11 +124,12 @@ class Slots:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The last ``width`` slots of ``keys``, ``values``, ``positions`` or an extra; no copy."""
-        return tensor.narrow(2, self.capacity - self.width, self.width)
+        capacity, width = self.keys.shape[2], max(self.held)
+        return tensor if width == capacity else tensor.narrow(2, capacity - width, width)
 
     def live(self) -> Tensor | None:
         """bool ``[B, 1, width]``, True where a slot of the view holds a token; None where all do."""
-        if self.uniform:
+        if min(self.held) == max(self.held):
             return None
         held = torch.tensor(self.held, device=self.keys.device)
         return (torch.arange(self.width, device=held.device) >= self.width - held[:, None])[:, None]

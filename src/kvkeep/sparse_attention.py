@@ -31,16 +31,16 @@ def masked_attention(
         whichever is wider.
     """
     batch, heads, count, size = query.shape
-    kv_heads = key.shape[1]
-    packed = query.reshape(batch, kv_heads, -1, size)  # [B, H, G * n, D]
-    logits = torch.matmul(packed, key.transpose(-1, -2)) * scaling
+    kv_heads, length = key.shape[1:3]
+    packed = (query * scaling).reshape(batch * kv_heads, -1, size)  # [B * H, G * n, D]
+    logits = torch.bmm(packed, key.reshape(batch * kv_heads, length, size).mT)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits.view(batch, kv_heads, heads // kv_heads, count, -1)
     if mask is not None:
-        logits = logits.masked_fill(~mask.unsqueeze(2), torch.finfo(logits.dtype).min)
+        grouped = logits.view(batch, kv_heads, -1, count, length)
+        logits = grouped.masked_fill(~mask.unsqueeze(2), torch.finfo(logits.dtype).min).view(logits.shape)
     probabilities = logits.softmax(-1)
-    output = torch.matmul(probabilities.to(value.dtype).flatten(2, 3), value)  # [B, H, G * n, Dv]
-    return output.view(batch, heads, count, -1), probabilities
+    output = torch.bmm(probabilities.to(value.dtype), value.reshape(batch * kv_heads, length, -1))
+    return output.view(batch, heads, count, -1), probabilities.view(batch, kv_heads, -1, count, length)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, live: Tensor | None = None) -> Tensor:

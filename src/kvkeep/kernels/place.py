@@ -1,8 +1,5 @@
 """Where a new pair goes: over the token of lowest priority, or into the next free slot. One token for every row.
 
-Torch spends ten small calls on this, each a microsecond or two of bookkeeping, in every layer at every token; a
-compiled loop is one call. It also tells whether the pair is finite, for nothing, before anything is written.
-
 Slots and ties as in :mod:`kvkeep.slots`: rows are right-aligned, and of equals the oldest goes.
 """
 
@@ -10,17 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-
-# How the bits of a number are read, and those of its exponent: all set where it is NaN or infinite.
-BITS = {
-    torch.float16: (torch.int16, 0x7C00),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.float64: (torch.int64, 0x7FF0000000000000),
-}
+from torch.compiler import is_dynamo_compiling
 
 
 def replace_lowest(
@@ -52,35 +44,23 @@ def replace_lowest(
         False where a new key or value is not finite; nothing was written then. On an accelerator and inside
         ``torch.compile`` always True, since the answer would have to be waited for.
     """
-    slots = keys, values, positions, priority, recent, clock
-    if torch.compiler.is_compiling() or keys.device.type not in ("cpu", "cuda"):
-        replace_lowest_reference(*slots, new_keys, new_values, sinks, window)
+    store = keys, values, positions, priority, recent, clock
+    if is_dynamo_compiling() or keys.device.type not in ("cpu", "cuda"):
+        replace_lowest_reference(*store, new_keys, new_values, sinks, window)
         return True
     if keys.device.type == "cuda":
         from kvkeep.kernels.triton_place import replace_lowest_triton  # here: needs Triton
 
-        replace_lowest_triton(*slots, new_keys, new_values, sinks, window)
+        replace_lowest_triton(*store, new_keys, new_values, sinks, window)
         return True
-    key_bits, key_exponent = bits(keys)
-    value_bits, value_exponent = bits(values)
-    return compiled(_replace_lowest)(
-        key_bits,
-        value_bits,
-        *(tensor.numpy() for tensor in slots[2:]),
-        bits(new_keys)[0],
-        bits(new_values)[0],
-        key_exponent,
-        value_exponent,
-        sinks,
-        window,
-    )
+    return compiled("replace_lowest")(*map(raw, store), raw(new_keys), raw(new_values), sinks, window)
 
 
 def replace_lowest_reference(
     keys, values, positions, priority, recent, clock, new_keys, new_values, sinks, window
 ) -> None:
     """:func:`replace_lowest` in torch, without waiting for the device."""
-    batch, heads, capacity, _ = keys.shape
+    capacity = keys.shape[2]
     now = clock[:, None, None]  # [B, 1, 1]
     competes = (positions >= sinks) & (positions <= now - window)
     rank = torch.where(competes, priority, torch.inf)
@@ -93,59 +73,31 @@ def replace_lowest_reference(
     clock.add_(1)
 
 
-def bits(tensor: Tensor) -> tuple:
-    """The numbers as an array of integers that shares their memory, and the bits of an exponent that is all ones."""
-    kind, exponent = BITS[tensor.dtype]
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor.view(kind).numpy(), exponent
+class Loop(NamedTuple):
+    """One of :mod:`kvkeep.kernels.loops` by name, and what it takes after the arguments that they have in common.
+
+    ``ahead`` says that it also wants to know how far the tokens in the window have been scored.
+    """
+
+    name: str
+    arguments: tuple = ()
+    ahead: bool = False
 
 
 @functools.cache
-def compiled(loop: Callable) -> Callable:
-    """A loop compiled for the CPU at its first call; later processes find it on the disk."""
-    import numba  # here, because importing it costs more than everything else on this floor
+def compiled(name: str) -> Callable:
+    """One of :mod:`kvkeep.kernels.loops`."""
+    from kvkeep.kernels import loops  # here: imports numba
 
-    return numba.njit(nogil=True, cache=True)(loop)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Plain Python for numba
+    return getattr(loops, name)
 
 
-def _replace_lowest(
-    keys, values, positions, priority, recent, clock, new_keys, new_values, key_exponent, value_exponent, sinks, window
-):
-    batch, heads, capacity, _ = keys.shape
-    for bit in new_keys.flat:
-        if bit & key_exponent == key_exponent:
-            return False
-    for bit in new_values.flat:
-        if bit & value_exponent == value_exponent:
-            return False
-    for row in range(batch):
-        now = clock[row]
-        clock[row] = now + 1
-        for head in range(heads):
-            slot = capacity - 1 - now
-            if now >= capacity:
-                slot = -1
-                for other in range(capacity):
-                    position = positions[row, head, other]
-                    if position < sinks or position > now - window:
-                        continue
-                    if (
-                        slot < 0
-                        or priority[row, head, other] < priority[row, head, slot]
-                        or (
-                            priority[row, head, other] == priority[row, head, slot]
-                            and position < positions[row, head, slot]
-                        )
-                    ):
-                        slot = other
-            for i in range(keys.shape[3]):
-                keys[row, head, slot, i] = new_keys[row, head, 0, i]
-            for i in range(values.shape[3]):
-                values[row, head, slot, i] = new_values[row, head, 0, i]
-            positions[row, head, slot] = now
-            recent[row, head, now % window] = slot
-    return True
+BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}  # what numpy has no type for, or numba no arithmetic
+
+
+def raw(tensor: Tensor) -> np.ndarray:
+    """A tensor on the CPU as an array over the same memory, half precision as its bits."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    bits = BITS.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()

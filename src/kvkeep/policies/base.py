@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
+from kvkeep.kernels.place import Loop
 
 
 @dataclass(frozen=True)
@@ -137,15 +138,9 @@ class Step:
 
 
 class EntryPolicy(Policy):
-    """Decides before query q attends: scores the token that has just left the window, keeps the best ``topk``.
-
-    Attributes:
-        foresees: a priority depends on the leaving pair and its position alone, so that it may be asked for before the
-            token leaves, when nothing enters: ``step.entering`` is then the leaving pair.
-    """
+    """Decides before query q attends: scores the token that has just left the window, keeps the best ``topk``."""
 
     kind = "entry"
-    foresees: bool = False
 
     @classmethod
     def default_budget(cls, slots: int, **overrides: int) -> Budget:
@@ -159,6 +154,13 @@ class EntryPolicy(Policy):
     def priority(self, step: Step) -> Tensor:
         """Priorities ``[B, H, n]`` of the leaving tokens, updating ``step.memory`` in place (replace its tensors)."""
         raise NotImplementedError
+
+    def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop | None:
+        """``priority`` and what follows from it, for one token on the CPU, as a compiled loop; None where there is none.
+
+        Asked for when a sequence begins, after :meth:`new_memory`; ``dtype`` is that of priorities.
+        """
+        return None
 
 
 @dataclass

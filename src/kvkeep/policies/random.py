@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
-from kvkeep.policies.base import EntryPolicy, Step
+from kvkeep.kernels.place import Loop
+from kvkeep.policies.base import EntryPolicy, Geometry, Step
 
 
 class Random(EntryPolicy):
@@ -19,7 +20,6 @@ class Random(EntryPolicy):
     """
 
     name = "random"
-    foresees = True
 
     def __init__(self, budget: Budget, seed: int = 0):
         super().__init__(budget)
@@ -27,11 +27,21 @@ class Random(EntryPolicy):
         self._bits = (seed + 2**63) % 2**64 - 2**63  # as a signed 64-bit number
 
     def priority(self, step: Step) -> Tensor:
-        geometry, positions = step.geometry, step.positions
-        head = torch.arange(geometry.kv_heads, device=positions.device)
-        stream = mix(mix(mix(torch.tensor(self._bits, device=head.device)) + geometry.layer) + head)  # [H]
-        bits = mix(stream[None, :, None] + positions[:, None])  # [B, H, n]
-        return (bits & 0xFFFFFF).float() / 2**24
+        streams = self.streams(step.geometry, step.positions.device)
+        return uniform(streams[None, :, None] + step.positions[:, None])
+
+    def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop:
+        return Loop("replace_lowest_at_random", (self.streams(geometry, torch.device("cpu")).numpy(),))
+
+    def streams(self, geometry: Geometry, device: torch.device) -> Tensor:
+        """Where the draws of a layer's heads begin, int64 ``[H]``."""
+        head = torch.arange(geometry.kv_heads, device=device)
+        return mix(mix(mix(torch.full((), self._bits, device=device)) + geometry.layer) + head)
+
+
+def uniform(state: Tensor) -> Tensor:
+    """A number in [0, 1) for every int64, float32."""
+    return (mix(state) & 0xFFFFFF).float() / 2**24
 
 
 def mix(state: Tensor) -> Tensor:

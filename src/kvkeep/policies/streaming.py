@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvkeep.policies.base import EntryPolicy, Step
+from kvkeep.kernels.place import Loop
+from kvkeep.policies.base import EntryPolicy, Geometry, Step
 
 
 class Streaming(EntryPolicy):
@@ -16,8 +18,10 @@ class Streaming(EntryPolicy):
 
     name = "streaming"
     paper = "arXiv 2309.17453"
-    foresees = True
 
     def priority(self, step: Step) -> Tensor:
         keys = step.leaving[0]
         return keys.new_zeros(keys.shape[:3])
+
+    def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop:
+        return Loop("replace_lowest")  # all are 0 from the start

@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvkeep.sparse_attention import causal_attention, masked_attention
 
 NAME = "kvkeep"
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # keywords that change the softmax
+UNSUPPORTED = frozenset(("softcap", "s_aux", "position_bias"))  # keywords that change the softmax
 
 
 class Handler(Protocol):
@@ -53,7 +53,8 @@ def attention(
         ValueError: for models whose softmax is not the plain one, for dropout, and for masks other than padding.
     """
     if kvkeep is not None and kvkeep.takes(module):
-        _require_plain(module, attention_mask, dropout, query.shape[2], kwargs)
+        if dropout or attention_mask is not None or not UNSUPPORTED.isdisjoint(kwargs):
+            _require_plain(module, attention_mask, dropout, query.shape[2], kwargs)
         output = kvkeep.attend(module, query, key, value, attention_mask, scaling)
         return output.transpose(1, 2).contiguous(), None
     plain = not dropout and getattr(module, "is_causal", True) and all(kwargs.get(name) is None for name in UNSUPPORTED)
@@ -69,7 +70,7 @@ def attention(
 
 
 def _require_plain(module, mask: Tensor | None, dropout: float, count: int, kwargs: dict) -> None:
-    changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    changed = [name for name in sorted(UNSUPPORTED) if kwargs.get(name) is not None]
     if changed:
         raise ValueError(
             f"{type(module).__name__} uses {', '.join(changed)}, which kvkeep's attention does not support"

@@ -14,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
@@ -93,7 +94,7 @@ class EvictingCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx >= len(self.layers):
             raise ValueError(f"the cache was made for {len(self.layers)} layers; the model has a layer {layer_idx}")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:
@@ -143,6 +144,7 @@ class EvictingLayer(CacheLayerMixin):
         self.hands_keywords = transformers_version() >= HANDS_KEYWORDS
         self.residency: Residency | None = None
         self.geometry: Geometry | None = None
+        self.made_for: tuple[int, int, int] | None = None  # rows, KV heads, size of a head
         self.lead = 0  # columns of padding of the first row
         self.awaiting = False  # handed on to the attention function, which has not attended yet
 
@@ -159,7 +161,7 @@ class EvictingLayer(CacheLayerMixin):
         The device counts tokens, so that a step that runs from a captured graph counts too.
         """
         steady = self.hands_over and self.residency is not None and self.residency.steady
-        if steady and (torch.compiler.is_compiling() or self.residency.clock.device.type != "cpu"):
+        if steady and (is_dynamo_compiling() or self.residency.clock.device.type != "cpu"):
             return self.residency.clock[0] + self.lead
         return self.columns
 
@@ -194,10 +196,12 @@ class EvictingLayer(CacheLayerMixin):
         Raises:
             ValueError: where the policy or the prompt needs kvkeep's attention and the model does not use it.
         """
-        self.is_initialized = True
-        keywords = next((given for given in (*args, *kwargs.values()) if isinstance(given, dict)), None)
         if self.awaiting:
             raise ValueError('the model did not call kvkeep\'s attention; load it with attn_implementation="kvkeep"')
+        self.is_initialized = True
+        keywords = kwargs.get("kwargs")
+        if keywords is None:  # by another name, or none
+            keywords = next((given for given in (*args, *kwargs.values()) if isinstance(given, dict)), None)
         if not self.hands_over:
             return self._update_under_stock_attention(key_states, value_states, keywords)
         if keywords is None:
@@ -215,12 +219,15 @@ class EvictingLayer(CacheLayerMixin):
     def attend(self, module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling) -> Tensor:
         """Called by kvkeep's attention function with what :meth:`update` let through."""
         self.awaiting = False
-        self._start(key, value, query.shape[1], scaling)
-        count, pads = key.shape[2], None
-        if count > 1 or not min(self.residency.slots.held):
+        batch, kv_heads, count, head_dim = key.shape
+        if self.made_for != (batch, kv_heads, head_dim):
+            self._start(key, value, query.shape[1], scaling)
+        residency = self.residency
+        if count > 1 or not min(residency.slots.held):
             pads = self._new_pads(None if mask is None else attention.left_padding(mask[:, 0, 0]), count)
             self.lead += pads[0]
-        return self.residency.advance(query, key, value, pads)
+            return residency.advance(query, key, value, pads)
+        return residency.step(query, key, value)
 
     def fill(self, query: Tensor, keys: Tensor, values: Tensor, columns: int) -> None:
         """Pretend that ``columns`` tokens have been seen of which the given pairs are held: benchmarks only."""
@@ -262,12 +269,12 @@ class EvictingLayer(CacheLayerMixin):
             )
 
     def _start(self, keys: Tensor, values: Tensor, query_heads: int | None, scaling) -> None:
+        shape = (keys.shape[0], keys.shape[1], keys.shape[3])
         if self.residency is not None:
-            made_for = (self.residency.clock.shape[0], self.geometry.kv_heads, self.geometry.head_dim)
-            if made_for != (keys.shape[0], keys.shape[1], keys.shape[3]):
+            if shape != self.made_for:
                 raise ValueError(
                     "this cache holds {} rows of {} KV heads of size {}, the new tokens have {}, {} and {}: ".format(
-                        *made_for, keys.shape[0], keys.shape[1], keys.shape[3]
+                        *self.made_for, *shape
                     )
                     + "make a new cache, or reset this one"
                 )
@@ -275,7 +282,7 @@ class EvictingLayer(CacheLayerMixin):
         heads = query_heads or self.config.num_attention_heads
         self.geometry = layer_geometry(self.config, self.policy, self.index, heads, keys, scaling)
         self.residency = RESIDENCIES[self.policy.kind](self.policy, self.geometry, keys, values, dense=self.dense)
-        self.keys, self.values = self.residency.slots.keys, self.residency.slots.values
+        self.keys, self.values, self.made_for = self.residency.slots.keys, self.residency.slots.values, shape
 
     def _padding_from_positions(self, keys: Tensor, keywords: dict | None) -> list[int] | None:
         """Left padding from the position of the newest column, which counts real tokens only."""
@@ -312,7 +319,7 @@ class EvictingLayer(CacheLayerMixin):
     # Rows
 
     def reset(self) -> None:
-        self.residency, self.lead, self.awaiting = None, 0, False
+        self.residency, self.made_for, self.lead, self.awaiting = None, None, 0, False
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -321,6 +328,7 @@ class EvictingLayer(CacheLayerMixin):
             columns = self.columns
             self.residency = self.residency.select(rows.to(self.residency.slots.keys.device))
             self.lead = columns - self.residency.seen[0]
+            self.made_for = (len(rows), *self.made_for[1:])
             self.keys, self.values = self.residency.slots.keys, self.residency.slots.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -8,10 +8,13 @@ older than all new ones, and what was dropped could never return.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from kvkeep.kernels.place import replace_lowest
+from kvkeep.kernels.place import compiled, raw, replace_lowest
 from kvkeep.lifetimes import running_topk
 from kvkeep.policies.base import EntryPolicy, Geometry, Step
 from kvkeep.runtime.residency import Residency
@@ -22,64 +25,88 @@ from kvkeep.sparse_attention import causal_attention, live_attention, masked_att
 class EntryResidency(Residency):
     """See the module's docstring.
 
-    A step changes nothing on the host once every row is full, and asks the device nothing.
+    Once every row is full, a step changes nothing on the host and asks the device nothing.
 
     Attributes:
         recent: int64 ``[B, H, window]``, the slot of the token at position p for the newest p, at ``p % window``; of a
             token to come, the free slot that it will get.
-        ahead: for how many steps the priority of the leaving token is known.
+        known: int64 ``[B]``, the first position whose priority is not known where a loop scores tokens before they
+            leave, or 0.
         dense: attend densely within each piece of many tokens and prune once after it.
         keep: False forgets the tokens after a piece (offline, where only attention and lifetimes are wanted).
     """
 
-    row_tensors = (*Residency.row_tensors, "recent")
+    row_tensors = (*Residency.row_tensors, "known", "recent")
 
     def __init__(self, policy: EntryPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False, keep=True):
         super().__init__(policy, geometry, keys, values)
-        self.dense, self.keep, self.ahead = dense, keep, 0
-        self.foresees = policy.foresees
+        self.dense, self.keep, self.steady = dense, keep, False
         self.slots.add_extra("priority", (), self.wide)
         batch, heads, capacity = self.slots.positions.shape
         coming = capacity - 1 - torch.arange(self.budget.window, device=keys.device)
         self.recent = coming.expand(batch, heads, -1).contiguous()
+        self.known = torch.zeros_like(self.clock)
         self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
-        slots, budget = self.slots, self.budget
-        if self.memory:
-            self.check(keys, values)  # before they are written there
-        if not self.ahead:
+        bound = None if is_dynamo_compiling() else self.bound
+        if bound is None:
             self.score_leaving(keys, values)
-        self.ahead -= 1
-        store = slots.keys, slots.values, slots.positions, slots.extras["priority"], self.recent, self.clock
-        if not replace_lowest(*store, keys, values, budget.sinks, budget.window):
+            fine = replace_lowest(*self.places, keys, values, self.budget.sinks, self.budget.window)
+        else:
+            loop, before, after = bound
+            fine = loop(*before, raw(keys), raw(values), *after)
+        if not fine:
             self.check(keys, values)
-        if not self.steady:
-            slots.held = [min(held + 1, budget.rest) for held in slots.held]
-        if query is None:
-            return None
-        return masked_attention(
-            query, slots.view(slots.keys), slots.view(slots.values), _rows(slots.live()), self.geometry.scaling
-        )[0]
+            raise self.not_finite("priorities")
+        slots = self.slots
+        if self.steady:
+            held, live = (slots.keys, slots.values), None
+        else:
+            slots.held = [min(held + 1, self.budget.rest) for held in slots.held]
+            self.steady = min(slots.held) == self.budget.rest
+            held, live = (slots.view(slots.keys), slots.view(slots.values)), _rows(slots.live())
+        return None if query is None else masked_attention(query, *held, live, self.geometry.scaling)[0]
 
     @property
-    def steady(self) -> bool:
-        return min(self.slots.held) == self.budget.rest
+    def places(self) -> tuple[Tensor, ...]:
+        """What a step writes, as :func:`kvkeep.kernels.place.replace_lowest` takes it."""
+        slots = self.slots
+        return slots.keys, slots.values, slots.positions, slots.extras["priority"], self.recent, self.clock
+
+    @cached_property
+    def bound(self) -> tuple | None:
+        """All of a step but attention as one compiled loop, with its arguments before and after the new pair.
+
+        None where the policy has none, or the tensors are not on the CPU.
+        """
+        loop = self.policy.loop(self.geometry, self.wide) if self.clock.device.type == "cpu" else None
+        if loop is None:
+            return None
+        others = (self.known,) if loop.ahead else self.memory.values()
+        arrays = tuple(map(raw, (*self.places, *others)))
+        return compiled(loop.name), arrays, (self.budget.sinks, self.budget.window, *loop.arguments)
+
+    def __getstate__(self) -> dict:
+        """Of a copy, whose tensors have memory of their own."""
+        return {name: value for name, value in self.__dict__.items() if name != "bound"}
+
+    def select(self, rows: Tensor) -> EntryResidency:
+        part = super().select(rows)
+        part.__dict__.pop("bound", None)
+        return part
+
+    def assign(self, rows: Tensor, part: EntryResidency) -> None:
+        super().assign(rows, part)
+        self.steady = min(self.slots.held) == self.budget.rest
 
     def score_leaving(self, keys: Tensor, values: Tensor) -> None:
-        """Priorities of the tokens that leave the window: of the next, or where that may be of all in it at once.
-
-        Once a window costs less than at every step; but a captured graph must find every step alike.
-        """
+        """Give the token at ``clock - window`` its priority."""
         slots, window = self.slots, self.budget.window
-        batched = self.foresees and keys.device.type == "cpu" and not torch.compiler.is_compiling()
-        count = window if batched else 1
-        positions = self.positions(count) - window  # [B, n]
-        slot = self.recent.gather(2, (positions % window)[:, None].expand(-1, keys.shape[1], -1))  # [B, H, n]
+        positions = self.clock[:, None] - window  # [B, 1]
+        slot = self.recent.gather(2, (positions % window)[:, None].expand(-1, keys.shape[1], -1))  # [B, H, 1]
         leaving = gather_slots(slots.keys, slot), gather_slots(slots.values, slot)
-        priority = self.priority(leaving if batched else (keys, values), leaving, positions)
-        slots.extras["priority"].scatter_(2, slot, priority)
-        self.ahead = count
+        slots.extras["priority"].scatter_(2, slot, self.priority((keys, values), leaving, positions))
 
     def ingest(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
         held, count = self.slots.held[0], keys.shape[2]
@@ -102,7 +129,7 @@ class EntryResidency(Residency):
         if self.keep:
             self.store(keys.detach(), values.detach(), token, priority, evicted_at)
         self.pass_on(count)
-        self.ahead = 0
+        self.known.zero_()
         return output
 
     def score_pieces(self, keys: Tensor, values: Tensor, known: Tensor, positions: Tensor) -> Tensor:
@@ -119,17 +146,20 @@ class EntryResidency(Residency):
         return priority
 
     def priority(self, entering: tuple, leaving: tuple, positions: Tensor) -> Tensor:
-        """The policy's priorities ``[B, H, n]`` of the leaving tokens, checked."""
-        step = Step(self.geometry, entering, leaving, positions, self.memory)
+        """The policy's priorities ``[B, H, n]`` of the leaving tokens; its memory is written in place if all is well."""
+        memory = dict(self.memory)
         with torch.no_grad():
-            priority = self.policy.priority(step).to(self.wide)
-        real = priority.masked_fill((positions < 0)[:, None], 0)
-        self.require_finite(real, "priorities")
+            priority = self.policy.priority(Step(self.geometry, entering, leaving, positions, memory)).to(self.wide)
+        if min(self.slots.held) < self.budget.window:  # nothing leaves yet, somewhere
+            priority = priority.masked_fill((positions < 0)[:, None], 0)
+        if not self.finite(priority):
+            self.check(*entering)  # who is to blame
+            self.require_finite(priority, "priorities")
+        for name, tensor in memory.items():  # in place: a captured graph finds it where it was
+            mine = self.memory.setdefault(name, tensor)
+            if mine is not tensor:
+                mine.copy_(tensor)
         return priority
-
-    def assign(self, rows: Tensor, part: EntryResidency) -> None:
-        super().assign(rows, part)
-        self.ahead = min(self.ahead, part.ahead)
 
     def attend(self, query: Tensor | None, keys: Tensor, values: Tensor, evicted_at: Tensor) -> Tensor | None:
         if query is None:
@@ -148,6 +178,7 @@ class EntryResidency(Residency):
         for tensor, source in zip(slots.tensors(), sources, strict=True):
             tensor[:, :, target] = gather_slots(source, alive)
         slots.held = [kept] * len(slots.held)
+        self.steady = kept == self.budget.rest
         newest = torch.arange(max(kept - window, 0), kept, device=keys.device) + slots.capacity - kept  # slots
         column = token[:, :, length - len(newest) :].long() % window
         self.recent.scatter_(2, column, newest.expand(*column.shape[:2], -1).contiguous())

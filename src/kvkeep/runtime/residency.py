@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from kvkeep.policies.base import Geometry, Memory, Policy
 from kvkeep.slots import Slots, pad_front
@@ -36,9 +37,12 @@ class Residency(ABC):
     Attributes:
         clock: int64 ``[B]``, how many tokens each row has had, the position of its next one; written in place.
         slots: where the held ones are.
+        steady: whether a step changes nothing on the host, so that every further step is like it.
         memory: the policy's running state, batch first.
         lifetimes: int32 ``[B, H, S]`` in the row's own positions if they are recorded, else None.
     """
+
+    steady = False
 
     def __init__(self, policy: Policy, geometry: Geometry, keys: Tensor, values: Tensor):
         self.policy = policy
@@ -54,11 +58,6 @@ class Residency(ABC):
     def seen(self) -> list[int]:
         """How many tokens each row has had; on an accelerator this waits for it."""
         return self.clock.tolist()
-
-    @property
-    def steady(self) -> bool:
-        """Whether a step changes nothing on the host, so that every further step is like it."""
-        return False
 
     def start_at(self, position: int) -> None:
         """Pretend that so many tokens have been seen and forgotten: benchmarks only."""
@@ -109,18 +108,22 @@ class Residency(ABC):
             self.require_finite(tensor, what)
 
     def require_finite(self, tensor: Tensor, what: str) -> None:
-        """Raise :class:`NotFinite` naming layer and step rather than let a NaN spread through the cache.
+        """Raise :class:`NotFinite` naming layer and step rather than let a NaN spread through the cache."""
+        if not self.finite(tensor):
+            raise self.not_finite(what)
 
-        On an accelerator a single token is not checked, since the answer would have to be waited for; inside
-        ``torch.compile`` nothing is.
-        """
-        if torch.compiler.is_compiling() or (tensor.device.type != "cpu" and tensor.shape[2] == 1):
-            return
+    def not_finite(self, what: str) -> NotFinite:
+        where = f"layer {self.geometry.layer}: {what} not finite at position {max(self.seen)}"
+        return NotFinite(f"{where} or after (NaN or infinity)")
+
+    @staticmethod
+    def finite(tensor: Tensor) -> bool:
+        """Whether all is finite. A single token on an accelerator, which would have to be waited for, is taken as such;
+        so is everything inside ``torch.compile``."""
+        if is_dynamo_compiling() or (tensor.device.type != "cpu" and tensor.shape[2] == 1):
+            return True
         # A sum is one pass, and finite only if all of it is; but finite numbers may overflow it.
-        if not math.isfinite(tensor.detach().sum()) and not bool(torch.isfinite(tensor).all()):
-            raise NotFinite(
-                f"layer {self.geometry.layer}: {what} not finite at position {max(self.seen)} or after (NaN or infinity)"
-            )
+        return math.isfinite(tensor.detach().sum()) or bool(torch.isfinite(tensor).all())
 
     @abstractmethod
     def step(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
@@ -170,7 +173,7 @@ class Residency(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of slots and all side state that a head keeps of its tokens (not the clock, a number a row)."""
-        own = set(self.row_tensors) - set(Residency.row_tensors)
-        side = [*self.memory.values(), *(getattr(self, name) for name in own)]
-        return self.slots.nbytes + sum(tensor.nbytes for tensor in side if tensor is not None)
+        """Bytes of slots and all side state that heads keep of their tokens (not of counters, a number a row)."""
+        side = [*self.memory.values(), *(getattr(self, name) for name in self.row_tensors if name != "lifetimes")]
+        side = [tensor for tensor in side if tensor is not None and tensor.dim() > 1]
+        return self.slots.nbytes + sum(tensor.nbytes for tensor in side)
