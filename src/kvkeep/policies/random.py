@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkeep.budget import Budget
 from kvkeep.kernels.place import Loop
-from kvkeep.policies.base import EntryPolicy, Geometry, Step
+from kvkeep.policies.base import EntryPolicy, Geometry, Memory, Step
 
 
 class Random(EntryPolicy):
@@ -25,9 +25,14 @@ class Random(EntryPolicy):
         super().__init__(budget)
         self.seed = seed
         self._bits = (seed + 2**63) % 2**64 - 2**63  # as a signed 64-bit number
+        self._streams: dict[tuple[int, torch.device], Tensor] = {}
+
+    def new_memory(self, geometry: Geometry, batch: int, device: torch.device, dtype: torch.dtype) -> Memory:
+        self._streams[geometry.layer, device] = self.streams(geometry, device)
+        return {}
 
     def priority(self, step: Step) -> Tensor:
-        streams = self.streams(step.geometry, step.positions.device)
+        streams = self._streams[step.geometry.layer, step.positions.device]
         return uniform(streams[None, :, None] + step.positions[:, None])
 
     def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop:
@@ -35,8 +40,8 @@ class Random(EntryPolicy):
 
     def streams(self, geometry: Geometry, device: torch.device) -> Tensor:
         """Where the draws of a layer's heads begin, int64 ``[H]``."""
-        head = torch.arange(geometry.kv_heads, device=device)
-        return mix(mix(mix(torch.full((), self._bits, device=device)) + geometry.layer) + head)
+        head = torch.arange(geometry.kv_heads)
+        return mix(mix(mix(torch.tensor(self._bits)) + geometry.layer) + head).to(device)
 
 
 def uniform(state: Tensor) -> Tensor:
