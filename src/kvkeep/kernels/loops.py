@@ -114,6 +114,81 @@ def replace_lowest(keys, values, positions, priority, recent, clock, new_keys, n
     return True
 
 
+@loop
+def append(keys, values, positions, recent, clock, new_keys, new_values, query, free):
+    """Write a pair into the slot ``free`` of every row and head, and its query among the newest.
+
+    Args:
+        recent: ``[B, H, G, r, D]``, the query at position p at ``p % r``; r may be 0.
+        query: ``[B, H * G, 1, D]``.
+
+    Returns:
+        False where a new key or value is not finite; nothing was written then.
+    """
+    if not (all_finite(new_keys) and all_finite(new_values)):
+        return False
+    for row in range(keys.shape[0]):
+        now = clock[row]
+        for head in range(keys.shape[1]):
+            for i in range(keys.shape[3]):
+                keys[row, head, free, i] = new_keys[row, head, 0, i]
+            for i in range(values.shape[3]):
+                values[row, head, free, i] = new_values[row, head, 0, i]
+            positions[row, head, free] = now
+            if recent.shape[3]:
+                for member in range(recent.shape[2]):
+                    for i in range(recent.shape[4]):
+                        number = query[row, head * recent.shape[2] + member, 0, i]
+                        recent[row, head, member, now % recent.shape[3], i] = number
+        clock[row] = now + 1
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is counted of the attention of one query, rows at one position: after the statistics ``[B, H, N, ...]`` of all
+# slots come probabilities ``[B, H, G, 1, n]`` over the last n of them, and how many queries there are to the next eviction.
+
+
+@loop
+def count_mean(received, probabilities, until):
+    """:meth:`kvkeep.policies.h2o.H2O.observe`."""
+    group, seen = probabilities.shape[2], probabilities.shape[4]
+    first = received.shape[2] - seen
+    for row in range(received.shape[0]):
+        for head in range(received.shape[1]):
+            for slot in range(seen):
+                total = probabilities[row, head, 0, 0, slot]
+                for member in range(1, group):
+                    total += probabilities[row, head, member, 0, slot]
+                received[row, head, first + slot] += total / group
+
+
+@loop
+def count_sums(sums, watched, reach, probabilities, until):
+    """:meth:`kvkeep.scorers.features.FeatureSpec.observe`.
+
+    Args:
+        sums: arrays ``[B, H, N, G]``; each counts while ``until`` is within its ``reach``.
+        watched: ``[B, H, N]``, how often a slot was seen; N may be 0.
+    """
+    group, seen, number = probabilities.shape[2], probabilities.shape[4], 0
+    for total in sums:
+        if until <= reach[number]:
+            first = total.shape[2] - seen
+            for row in range(total.shape[0]):
+                for head in range(total.shape[1]):
+                    for slot in range(seen):
+                        for member in range(group):
+                            total[row, head, first + slot, member] += probabilities[row, head, member, 0, slot]
+        number += 1
+    if watched.shape[2]:
+        first = watched.shape[2] - seen
+        for row in range(watched.shape[0]):
+            for head in range(watched.shape[1]):
+                for slot in range(seen):
+                    watched[row, head, first + slot] += 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps that first give the leaving token its priority. Inside, a token is a vector of the dtype of priorities.
 

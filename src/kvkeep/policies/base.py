@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -238,6 +239,14 @@ class AttentionPolicy(Policy):
 
     def observe(self, seen: Observation) -> None:
         """Called after every query or block of queries."""
+
+    def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
+        """:meth:`observe` of one query, on the CPU, as a compiled loop; None where there is none.
+
+        Args:
+            statistics: of all slots, by name, ``[B, H, slots, ...]``: the loop's, to keep and to write.
+        """
+        return None
 
     def keep_scores(self, held: Held) -> Tensor:
         """Keep scores ``[B, H, N]``, or ``[B, 1, N]`` where all heads decide as one."""

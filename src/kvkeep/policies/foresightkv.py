@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
+from kvkeep.kernels.place import Loop
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Memory, Observation, Statistic
 from kvkeep.policies.learned import Learned
 from kvkeep.policies.random import logical_shift, mix
@@ -46,6 +48,14 @@ class Watching(AttentionPolicy):
         self._features.observe(
             seen.statistics, seen.probabilities, seen.positions, seen.held, seen.until(), self.budget.interval
         )
+
+    def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
+        reach = self._features.reach(self.budget.interval, self._ring)
+        if reach is None or type(self).observe is not Watching.observe:
+            return None
+        sums = tuple(statistics[name] for name in reach)
+        watched = statistics.get("watched", sums[0][:, :, :0, 0])
+        return Loop("count_sums", (sums, watched, np.array(list(reach.values()))))
 
 
 class ForesightKV(Learned, Watching):

@@ -87,15 +87,6 @@ class EntryResidency(Residency):
         arrays = tuple(map(raw, (*self.places, *others)))
         return compiled(loop.name), arrays, (self.budget.sinks, self.budget.window, *loop.arguments)
 
-    def __getstate__(self) -> dict:
-        """Of a copy, whose tensors have memory of their own."""
-        return {name: value for name, value in self.__dict__.items() if name != "bound"}
-
-    def select(self, rows: Tensor) -> EntryResidency:
-        part = super().select(rows)
-        part.__dict__.pop("bound", None)
-        return part
-
     def assign(self, rows: Tensor, part: EntryResidency) -> None:
         super().assign(rows, part)
         self.steady = min(self.slots.held) == self.budget.rest

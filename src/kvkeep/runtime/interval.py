@@ -8,11 +8,12 @@ blocks that end there, and a block of one query is the same code as a block of m
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from kvkeep.kernels.place import compiled, raw
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Observation
 from kvkeep.runtime.residency import Residency, rows_by
 from kvkeep.slots import Slots, lowest
@@ -23,6 +24,7 @@ class IntervalResidency(Residency):
     """See the module's docstring.
 
     Attributes:
+        alike: whether all rows are at one position.
         counted: what ``clock`` says, on the host, which must know when an interval ends.
         recent: ``[B, H, G, r, D]``, the query at position p for the newest r, at ``p % r``, if the policy asks for any.
         dense: hold a whole piece of many tokens while it attends, and prune once after it.
@@ -33,6 +35,7 @@ class IntervalResidency(Residency):
     def __init__(self, policy: AttentionPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False):
         super().__init__(policy, geometry, keys, values)
         self.dense = dense
+        self.alike = True
         self.due: int | None = None  # where a piece in hand ends in an eviction of its own
         self.counted = [0] * keys.shape[0]
         for name, statistic in policy.slot_statistics(geometry).items():
@@ -44,6 +47,8 @@ class IntervalResidency(Residency):
         self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if self.alike and keys.device.type == "cpu":
+            return self.step_alike(query, keys, values)
         self.check(keys, values)
         for seen, rows in rows_by(self.counted):
             if len(rows) == len(self.counted):
@@ -54,6 +59,37 @@ class IntervalResidency(Residency):
                 part.open_interval()
                 self.assign(index, part)
         return self.attend(query, keys, values)
+
+    def step_alike(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """A token of rows at one position, on the CPU: little is done in torch, and the rest in two compiled loops."""
+        if self.boundary(self.counted[0]):
+            self.open_interval()
+        slots = self.slots
+        free = slots.capacity - slots.held[0] - 1
+        if free < 0 or not slots.tidy:
+            return self.attend(query, keys, values)
+        write, watch = self.bound
+        if not compiled("append")(*write, raw(keys), raw(values), raw(query), free):
+            self.check(keys, values)
+        slots.held = [held + 1 for held in slots.held]
+        self.counted = [counted + 1 for counted in self.counted]
+        held = slots.view(slots.keys), slots.view(slots.values)
+        output, probabilities = masked_attention(query, *held, None, self.geometry.scaling)
+        if watch is not None:
+            loop, arguments = watch
+            loop(*arguments, raw(probabilities), self.until_eviction(self.counted[0] - 1))
+        elif type(self.policy).observe is not AttentionPolicy.observe:
+            self.watch(query, probabilities, self.clock[:, None] - 1)
+        return output
+
+    @cached_property
+    def bound(self) -> tuple:
+        """Arrays of the slots for the loop that appends; the policy's loop that counts, with its arguments, or None."""
+        slots = self.slots
+        recent = slots.keys.new_empty(*slots.keys.shape[:2], 0, 0, 0) if self.recent is None else self.recent
+        write = tuple(map(raw, (slots.keys, slots.values, slots.positions, recent, self.clock)))
+        counting = self.policy.counting({name: raw(extra) for name, extra in slots.extras.items()})
+        return write, None if counting is None else (compiled(counting.name), counting.arguments)
 
     def ingest(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, outputs, start = keys.shape[2], [], 0
@@ -73,6 +109,7 @@ class IntervalResidency(Residency):
             self.evict()
             self.begin()
             self.slots = self.resized(self.budget.slots)
+            self.unbind()
         return torch.cat(outputs, 2)
 
     def boundary(self, query_index: int) -> bool:
@@ -92,13 +129,13 @@ class IntervalResidency(Residency):
     def begin(self) -> None:
         self.policy.begin_interval({name: self.slots.view(extra) for name, extra in self.slots.extras.items()})
 
-    def until_eviction(self, positions: Tensor) -> Tensor:
-        """Queries from each of ``positions`` int64 ``[B, n]`` to the next eviction, itself included."""
+    def until_eviction(self, position: int | Tensor) -> int | Tensor:
+        """Queries from ``position`` to the next eviction, itself included; also of many, int64 ``[B, n]``."""
         if self.due is not None:
-            return self.due - positions
+            return self.due - position
         rest, interval = self.budget.rest, self.budget.interval
-        intervals = ((positions - rest).div(interval, rounding_mode="floor") + 1).clamp(min=1)
-        return rest + intervals * interval - positions
+        intervals = (position - rest) // interval + 1
+        return rest + interval * (max(intervals, 1) if isinstance(position, int) else intervals.clamp(min=1)) - position
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Write n pairs, attend over all held, let the policy watch."""
@@ -113,16 +150,27 @@ class IntervalResidency(Residency):
         output, probabilities = masked_attention(
             query, slots.view(slots.keys), slots.view(slots.values), mask, self.geometry.scaling
         )
-        grouped = query.unflatten(1, (self.geometry.kv_heads, -1))  # [B, H, G, n, D]
-        statistics = {name: slots.view(extra) for name, extra in slots.extras.items()}
-        until = partial(self.until_eviction, positions)  # few policies ask, and this is every step
-        self.policy.observe(
-            Observation(self.geometry, grouped, positions, probabilities, statistics, self.memory, held_at, until)
-        )
+        self.watch(query, probabilities, positions)
         if self.recent is not None:
-            self.remember(grouped, positions)
+            self.remember(query.unflatten(1, (self.geometry.kv_heads, -1)), positions)
         self.pass_on(count)
         return output
+
+    def watch(self, query: Tensor, probabilities: Tensor, positions: Tensor) -> None:
+        """Show the policy the attention of n queries."""
+        slots = self.slots
+        self.policy.observe(
+            Observation(
+                geometry=self.geometry,
+                query=query.unflatten(1, (self.geometry.kv_heads, -1)),  # [B, H, G, n, D]
+                positions=positions,
+                probabilities=probabilities,
+                statistics={name: slots.view(extra) for name, extra in slots.extras.items()},
+                memory=self.memory,
+                held=slots.view(slots.positions),
+                until=partial(self.until_eviction, positions),  # few policies ask
+            )
+        )
 
     def remember(self, query: Tensor, positions: Tensor) -> None:
         """Write the newest of n queries ``[B, H, G, n, D]`` over the oldest remembered."""
@@ -192,9 +240,11 @@ class IntervalResidency(Residency):
     def select(self, rows: Tensor) -> IntervalResidency:
         part = super().select(rows)
         part.counted = [self.counted[row] for row in rows.tolist()]
+        part.alike = len(set(part.counted)) == 1
         return part
 
     def assign(self, rows: Tensor, part: IntervalResidency) -> None:
         super().assign(rows, part)
         for row, counted in zip(rows.tolist(), part.counted, strict=True):
             self.counted[row] = counted
+        self.alike = len(set(self.counted)) == 1

@@ -146,12 +146,21 @@ class Residency(ABC):
         batch, heads = self.slots.positions.shape[:2]
         self.lifetimes = torch.full((batch, heads, length), length, dtype=torch.int32, device=self.slots.keys.device)
 
+    # What compiled loops are bound to: arrays over the memory of these very tensors
+
+    def unbind(self) -> None:
+        self.__dict__.pop("bound", None)
+
+    def __getstate__(self) -> dict:
+        """Of a copy, whose tensors have memory of their own."""
+        return {name: value for name, value in self.__dict__.items() if name != "bound"}
+
     # Rows: beams, samples, and parts of a batch. Everything a row owns is batch first.
 
     def select(self, rows: Tensor) -> Residency:
         """A copy of the given rows (int64 ``[n]``, may repeat)."""
         part = object.__new__(type(self))
-        part.__dict__.update(self.__dict__)
+        part.__dict__.update(self.__getstate__())
         part.slots = self.slots.select(rows)
         part.memory = {name: tensor.index_select(0, rows) for name, tensor in self.memory.items()}
         for name in self.row_tensors:

@@ -13,6 +13,7 @@ last L queries instead, exactly, since nothing is evicted in between. Either way
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -136,6 +137,14 @@ class FeatureSpec:
         if self.decay is not None:
             kept |= {"decayed": ((group,), 0.0), "watched": ((), 0.0)}
         return kept
+
+    def reach(self, interval: int, ring: bool = False) -> dict[str, int] | None:
+        """Name -> how many queries before an eviction count in a sum; None where more than sums is kept, or nothing."""
+        if self.extremes and not ring:
+            return None
+        sums = {} if ring else {name: interval if n == "L" else min(n, interval) for name, n in self.sums().items()}
+        always = [name for name, kept in (("cumulative", self.cumulative), ("decayed", self.decay is not None)) if kept]
+        return sums | dict.fromkeys(always, sys.maxsize) or None
 
     def begin(self, kept: Mapping[str, Tensor]) -> None:
         """A new interval: its sums start again, and the past fades."""
