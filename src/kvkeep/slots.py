@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvkeep.kernels.place import compiled, raw
+
 EMPTY = -1  # the position of a slot that holds nothing
 
 
@@ -178,8 +180,8 @@ class Slots:
         """Forget n tokens per head and close the gaps by filling holes, at most n moves a head.
 
         The n front-most held slots become free. Survivors among them move into the holes that lie behind; there are
-        as many of those as of such survivors, and pairing all n front slots with all n victims moves only what was
-        dropped anyway besides, so no head needs a mask.
+        as many of those as of such survivors. In torch all n front slots are paired with all n victims, which moves
+        only what was dropped anyway besides, so that no head needs a mask.
 
         Args:
             victims: int ``[B, H, n]``, slots of the view (0 is the first slot of the last ``width``), all distinct.
@@ -190,22 +192,30 @@ class Slots:
         if not self.uniform:
             raise ValueError(f"rows hold {self.held} tokens; drop needs rows that hold the same number")
         count = victims.shape[-1]
-        dropped = torch.zeros_like(self.view(self.positions), dtype=torch.bool).scatter_(2, victims, True)
-        front = (
-            dropped[..., :count].to(torch.uint8).argsort(dim=-1, stable=True)
-        )  # survivors among the front slots first
-        holes = victims.sort(-1, descending=True).values  # holes behind the front first
-        for tensor in (self.keys, self.values, self.positions, *self.extras.values()):
-            view = self.view(tensor)
-            scatter_slots(view, holes, gather_slots(view, front))
+        if victims.device.type == "cpu":
+            self.fill_holes(victims)
+        else:
+            dropped = torch.zeros_like(self.view(self.positions), dtype=torch.bool).scatter_(2, victims, True)
+            front = dropped[..., :count].to(torch.uint8).argsort(dim=-1, stable=True)  # survivors first
+            holes = victims.sort(-1, descending=True).values  # holes behind the front first
+            for tensor in self.tensors():
+                view = self.view(tensor)
+                scatter_slots(view, holes, gather_slots(view, front))
         first = self.capacity - self.width
         self.positions.narrow(2, first, count).fill_(EMPTY)
         self.refill(first, count)
         self.held = [held - count for held in self.held]
 
+    def fill_holes(self, victims: Tensor) -> None:
+        """The moves of :meth:`drop` on the CPU, and no others."""
+        sources, targets = compiled("pair_holes")(raw(victims), self.width)
+        for tensor in self.tensors():
+            flat = tensor.view(*self.positions.shape, -1)
+            compiled("move")(raw(flat), sources, targets, self.capacity - self.width)
+
     def select(self, rows: Tensor) -> Slots:
         """A copy of the given rows, int64 ``[n]``; rows may repeat (beam search)."""
-        return Slots(
+        part = Slots(
             keys=self.keys.index_select(0, rows),
             values=self.values.index_select(0, rows),
             positions=self.positions.index_select(0, rows),
@@ -214,6 +224,10 @@ class Slots:
             fills=self.fills,
             tidy=self.tidy,
         )
+        if part.uniform and not part.tidy:
+            part.refill(0, part.capacity - part.width)
+            part.tidy = True
+        return part
 
     def assign(self, rows: Tensor, other: Slots) -> None:
         """Put ``other`` back over the given (distinct) rows."""

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep.slots import gather_slots
 
+HALVES = (torch.bfloat16, torch.float16)
 ROW_BLOCK = 128  # queries per block: small enough that a block gathers little besides what is held
 
 
@@ -32,15 +33,37 @@ def masked_attention(
     """
     batch, heads, count, size = query.shape
     kv_heads, length = key.shape[1:3]
-    packed = (query * scaling).reshape(batch * kv_heads, -1, size)  # [B * H, G * n, D]
-    logits = torch.bmm(packed, key.reshape(batch * kv_heads, length, size).mT)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    packed = key.reshape(batch * kv_heads, length, size), value.reshape(batch * kv_heads, length, -1)
     if mask is not None:
-        grouped = logits.view(batch, kv_heads, -1, count, length)
-        logits = grouped.masked_fill(~mask.unsqueeze(2), torch.finfo(logits.dtype).min).view(logits.shape)
+        mask = mask.unsqueeze(2).expand(batch, kv_heads, heads // kv_heads, count, length)
+        mask = mask.reshape(batch * kv_heads, -1, length)
+    output, probabilities = packed_attention(query, *packed, scaling, mask)
+    return output, probabilities.view(batch, kv_heads, -1, count, length)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`masked_attention` where rows and KV heads are one axis already, as a decode step keeps them.
+
+    Args:
+        query: ``[B, Hq, n, D]``; key: ``[B * H, m, D]``; value: ``[B * H, m, Dv]``.
+        scaling: factor on the logits.
+        mask: bool ``[B * H, G * n, m]``, or None.
+
+    Returns:
+        output ``[B, Hq, n, Dv]`` and probabilities ``[B * H, G * n, m]``.
+    """
+    batch, heads, count, size = query.shape
+    packed = (query * scaling).reshape(key.shape[0], -1, size)  # [B * H, G * n, D]
+    logits = torch.bmm(packed, key.mT)
+    if logits.dtype in HALVES:
+        logits = logits.float()
+    if mask is not None:
+        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
     probabilities = logits.softmax(-1)
-    output = torch.bmm(probabilities.to(value.dtype), value.reshape(batch * kv_heads, length, -1))
-    return output.view(batch, heads, count, -1), probabilities.view(batch, kv_heads, -1, count, length)
+    weights = probabilities.to(value.dtype) if value.dtype in HALVES else probabilities
+    return torch.bmm(weights, value).view(batch, heads, count, -1), probabilities
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, live: Tensor | None = None) -> Tensor:

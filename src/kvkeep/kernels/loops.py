@@ -144,42 +144,84 @@ def append(keys, values, positions, recent, clock, new_keys, new_values, query, 
     return True
 
 
+@loop
+def pair_holes(victims, width):
+    """Survivors among the first n of ``width`` slots and the holes behind them, for n victims a head ``[B, H, n]``.
+
+    Returns:
+        int64 ``[B, H, n]`` twice, from where to where; -1 where there is nothing to move.
+    """
+    batch, heads, count = victims.shape
+    sources, targets = np.full((batch, heads, count), -1), np.full((batch, heads, count), -1)
+    dropped = np.empty(width, np.bool_)
+    for row in range(batch):
+        for head in range(heads):
+            dropped[:] = False
+            for i in range(count):
+                dropped[victims[row, head, i]] = True
+            moves, hole = 0, width
+            for slot in range(count):
+                if not dropped[slot]:
+                    hole -= 1
+                    while not dropped[hole]:
+                        hole -= 1
+                    sources[row, head, moves], targets[row, head, moves] = slot, hole
+                    moves += 1
+    return sources, targets
+
+
+@loop
+def move(tensor, sources, targets, first):
+    """``tensor[targets] = tensor[sources]`` along the slots of ``[B, H, N, width]``, counted from ``first``."""
+    for row in range(tensor.shape[0]):
+        for head in range(tensor.shape[1]):
+            for i in range(sources.shape[2]):
+                source, target = first + sources[row, head, i], first + targets[row, head, i]
+                if source < first:
+                    break
+                for j in range(tensor.shape[3]):
+                    tensor[row, head, target, j] = tensor[row, head, source, j]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is counted of the attention of one query, rows at one position: after the statistics ``[B, H, N, ...]`` of all
-# slots come probabilities ``[B, H, G, 1, n]`` over the last n of them, and how many queries there are to the next eviction.
+# slots come probabilities ``[B * H, G, n]`` over the last n of them, and how many queries there are to the next eviction.
 
 
 @loop
 def count_mean(received, probabilities, until):
     """:meth:`kvkeep.policies.h2o.H2O.observe`."""
-    group, seen = probabilities.shape[2], probabilities.shape[4]
+    _, group, seen = probabilities.shape
     first = received.shape[2] - seen
     for row in range(received.shape[0]):
         for head in range(received.shape[1]):
+            own = probabilities[row * received.shape[1] + head]
             for slot in range(seen):
-                total = probabilities[row, head, 0, 0, slot]
+                total = own[0, slot]
                 for member in range(1, group):
-                    total += probabilities[row, head, member, 0, slot]
+                    total += own[member, slot]
                 received[row, head, first + slot] += total / group
 
 
 @loop
-def count_sums(sums, watched, reach, probabilities, until):
+def count_sums(sums, watched, ranges, probabilities, until):
     """:meth:`kvkeep.scorers.features.FeatureSpec.observe`.
 
     Args:
-        sums: arrays ``[B, H, N, G]``; each counts while ``until`` is within its ``reach``.
+        sums: arrays ``[B, H, N, G]``; each counts while ``until`` is in its range, int64 ``[sums, 2]``, ends included.
         watched: ``[B, H, N]``, how often a slot was seen; N may be 0.
     """
-    group, seen, number = probabilities.shape[2], probabilities.shape[4], 0
+    _, group, seen = probabilities.shape
+    number = 0
     for total in sums:
-        if until <= reach[number]:
+        if ranges[number, 0] <= until <= ranges[number, 1]:
             first = total.shape[2] - seen
             for row in range(total.shape[0]):
                 for head in range(total.shape[1]):
+                    own = probabilities[row * total.shape[1] + head]
                     for slot in range(seen):
                         for member in range(group):
-                            total[row, head, first + slot, member] += probabilities[row, head, member, 0, slot]
+                            total[row, head, first + slot, member] += own[member, slot]
         number += 1
     if watched.shape[2]:
         first = watched.shape[2] - seen

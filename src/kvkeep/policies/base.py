@@ -234,6 +234,9 @@ class AttentionPolicy(Policy):
         """What is kept of every slot, in float32 or wider; by default one number for each of ``statistics``."""
         return {name: Statistic() for name in self.statistics}
 
+    def end_interval(self, statistics: dict[str, Tensor]) -> None:
+        """Called at query rest and before every eviction: what :meth:`observe` has left undone is due."""
+
     def begin_interval(self, statistics: dict[str, Tensor]) -> None:
         """Called at query rest, and after every eviction, before the next query attends."""
 

@@ -41,6 +41,9 @@ class Watching(AttentionPolicy):
         kept = self._features.accumulators(geometry.group, self._ring)
         return {name: Statistic(shape, fill) for name, (shape, fill) in kept.items()}
 
+    def end_interval(self, statistics: dict[str, Tensor]) -> None:
+        self._features.end(statistics)
+
     def begin_interval(self, statistics: dict[str, Tensor]) -> None:
         self._features.begin(statistics)
 
@@ -50,12 +53,13 @@ class Watching(AttentionPolicy):
         )
 
     def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
-        reach = self._features.reach(self.budget.interval, self._ring)
-        if reach is None or type(self).observe is not Watching.observe:
+        ranges = self._features.counting(self.budget.interval, self._ring)
+        others = statistics.keys() - ranges.keys() - {"watched"}  # extremes, and what a subclass adds
+        if others or not ranges or type(self).observe is not Watching.observe:
             return None
-        sums = tuple(statistics[name] for name in reach)
+        sums = tuple(statistics[name] for name in ranges)
         watched = statistics.get("watched", sums[0][:, :, :0, 0])
-        return Loop("count_sums", (sums, watched, np.array(list(reach.values()))))
+        return Loop("count_sums", (sums, watched, np.array(list(ranges.values()))))
 
 
 class ForesightKV(Learned, Watching):

@@ -90,6 +90,8 @@ class EvictingCache(Cache):
             ]
         super().__init__(layers=layers)
         self.policy = policy
+        for layer in self.evicting_layers:
+            layer.leader = self.evicting_layers[0]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx >= len(self.layers):
@@ -142,6 +144,7 @@ class EvictingLayer(CacheLayerMixin):
         super().__init__()
         self.config, self.policy, self.index, self.dense, self.padding = config, policy, index, dense, padding
         self.hands_keywords = transformers_version() >= HANDS_KEYWORDS
+        self.leader, self.handing = self, None  # the first of the cache's evicting layers, and what it found
         self.residency: Residency | None = None
         self.geometry: Geometry | None = None
         self.made_for: tuple[int, int, int] | None = None  # rows, KV heads, size of a head
@@ -196,22 +199,27 @@ class EvictingLayer(CacheLayerMixin):
         Raises:
             ValueError: where the policy or the prompt needs kvkeep's attention and the model does not use it.
         """
+        if self is self.leader or self.leader.handing is None:
+            self.leader.handing = self.hands_over  # asked once a forward
+        keywords = kwargs.get("kwargs")
+        if keywords is None or self.awaiting or not self.leader.handing:
+            return self._update_otherwise(key_states, value_states, *args, **kwargs)
+        keywords["kvkeep"] = self  # the model passes these keywords on to the attention function
+        self.awaiting = True
+        return key_states, value_states
+
+    def _update_otherwise(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.awaiting:
             raise ValueError('the model did not call kvkeep\'s attention; load it with attn_implementation="kvkeep"')
-        self.is_initialized = True
-        keywords = kwargs.get("kwargs")
-        if keywords is None:  # by another name, or none
-            keywords = next((given for given in (*args, *kwargs.values()) if isinstance(given, dict)), None)
-        if not self.hands_over:
-            return self._update_under_stock_attention(key_states, value_states, keywords)
+        keywords = next((given for given in (*args, *kwargs.values()) if isinstance(given, dict)), None)
+        if not self.leader.handing:
+            return self._update_under_stock_attention(keys, values, keywords)
         if keywords is None:
             raise ValueError(
                 "this model does not hand its attention's keywords to the cache, which kvkeep's attention needs; "
                 'use an entry policy with attn_implementation="sdpa"'
             )
-        keywords["kvkeep"] = self  # the model passes these keywords on to the attention function
-        self.awaiting = True
-        return key_states, value_states
+        return self.update(keys, values, kwargs=keywords)
 
     def takes(self, module) -> bool:
         return True
@@ -234,7 +242,6 @@ class EvictingLayer(CacheLayerMixin):
         self._start(keys, values, query.shape[1], None)
         self.residency.start_at(columns - keys.shape[2])
         self.residency.advance(query, keys, values)
-        self.is_initialized = True
 
     def _update_under_stock_attention(self, keys: Tensor, values: Tensor, keywords: dict | None):
         if self.policy.kind == "attention":
@@ -283,6 +290,7 @@ class EvictingLayer(CacheLayerMixin):
         self.geometry = layer_geometry(self.config, self.policy, self.index, heads, keys, scaling)
         self.residency = RESIDENCIES[self.policy.kind](self.policy, self.geometry, keys, values, dense=self.dense)
         self.keys, self.values, self.made_for = self.residency.slots.keys, self.residency.slots.values, shape
+        self.is_initialized = True
 
     def _padding_from_positions(self, keys: Tensor, keywords: dict | None) -> list[int] | None:
         """Left padding from the position of the newest column, which counts real tokens only."""

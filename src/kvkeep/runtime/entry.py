@@ -19,7 +19,7 @@ from kvkeep.lifetimes import running_topk
 from kvkeep.policies.base import EntryPolicy, Geometry, Step
 from kvkeep.runtime.residency import Residency
 from kvkeep.slots import gather_slots, pad_front
-from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention
+from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention, packed_attention
 
 
 class EntryResidency(Residency):
@@ -49,24 +49,25 @@ class EntryResidency(Residency):
         self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
-        bound = None if is_dynamo_compiling() else self.bound
+        slots, bound = self.slots, None if is_dynamo_compiling() else self.bound
         if bound is None:
             self.score_leaving(keys, values)
             fine = replace_lowest(*self.places, keys, values, self.budget.sinks, self.budget.window)
         else:
-            loop, before, after = bound
+            loop, before, after, *packed = bound
             fine = loop(*before, raw(keys), raw(values), *after)
         if not fine:
             self.check(keys, values)
             raise self.not_finite("priorities")
-        slots = self.slots
-        if self.steady:
-            held, live = (slots.keys, slots.values), None
-        else:
+        if self.steady and bound is not None and query is not None:
+            return packed_attention(query, *packed, self.geometry.scaling)[0]
+        if not self.steady:
             slots.held = [min(held + 1, self.budget.rest) for held in slots.held]
             self.steady = min(slots.held) == self.budget.rest
-            held, live = (slots.view(slots.keys), slots.view(slots.values)), _rows(slots.live())
-        return None if query is None else masked_attention(query, *held, live, self.geometry.scaling)[0]
+        if query is None:
+            return None
+        held = slots.view(slots.keys), slots.view(slots.values)
+        return masked_attention(query, *held, _rows(slots.live()), self.geometry.scaling)[0]
 
     @property
     def places(self) -> tuple[Tensor, ...]:
@@ -76,16 +77,17 @@ class EntryResidency(Residency):
 
     @cached_property
     def bound(self) -> tuple | None:
-        """All of a step but attention as one compiled loop, with its arguments before and after the new pair.
+        """All of a step but attention as one compiled loop, its arguments before and after the new pair; packed slots.
 
-        None where the policy has none, or the tensors are not on the CPU.
+        None where the policy has no loop, or the tensors are not on the CPU.
         """
         loop = self.policy.loop(self.geometry, self.wide) if self.clock.device.type == "cpu" else None
         if loop is None:
             return None
         others = (self.known,) if loop.ahead else self.memory.values()
         arrays = tuple(map(raw, (*self.places, *others)))
-        return compiled(loop.name), arrays, (self.budget.sinks, self.budget.window, *loop.arguments)
+        slots, after = self.slots, (self.budget.sinks, self.budget.window, *loop.arguments)
+        return compiled(loop.name), arrays, after, slots.keys.flatten(0, 1), slots.values.flatten(0, 1)
 
     def assign(self, rows: Tensor, part: EntryResidency) -> None:
         super().assign(rows, part)

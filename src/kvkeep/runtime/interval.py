@@ -17,14 +17,14 @@ from kvkeep.kernels.place import compiled, raw
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Observation
 from kvkeep.runtime.residency import Residency, rows_by
 from kvkeep.slots import Slots, lowest
-from kvkeep.sparse_attention import ROW_BLOCK, masked_attention
+from kvkeep.sparse_attention import ROW_BLOCK, masked_attention, packed_attention
 
 
 class IntervalResidency(Residency):
     """See the module's docstring.
 
     Attributes:
-        alike: whether all rows are at one position.
+        alike: whether all rows are at one position, and always were.
         counted: what ``clock`` says, on the host, which must know when an interval ends.
         recent: ``[B, H, G, r, D]``, the query at position p for the newest r, at ``p % r``, if the policy asks for any.
         dense: hold a whole piece of many tokens while it attends, and prune once after it.
@@ -35,7 +35,9 @@ class IntervalResidency(Residency):
     def __init__(self, policy: AttentionPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False):
         super().__init__(policy, geometry, keys, values)
         self.dense = dense
-        self.alike = True
+        self.rest, self.interval, self.capacity = self.budget.rest, self.budget.interval, self.budget.slots
+        self.on_cpu = keys.device.type == "cpu"
+        self.alike, self.observes = True, type(policy).observe is not AttentionPolicy.observe
         self.due: int | None = None  # where a piece in hand ends in an eviction of its own
         self.counted = [0] * keys.shape[0]
         for name, statistic in policy.slot_statistics(geometry).items():
@@ -47,7 +49,7 @@ class IntervalResidency(Residency):
         self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if self.alike and keys.device.type == "cpu":
+        if self.alike and self.on_cpu:
             return self.step_alike(query, keys, values)
         self.check(keys, values)
         for seen, rows in rows_by(self.counted):
@@ -61,35 +63,38 @@ class IntervalResidency(Residency):
         return self.attend(query, keys, values)
 
     def step_alike(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """A token of rows at one position, on the CPU: little is done in torch, and the rest in two compiled loops."""
-        if self.boundary(self.counted[0]):
+        """A token of rows at one position, on the CPU: what torch need not do is in two compiled loops."""
+        slots, counted, interval = self.slots, self.counted, self.interval
+        past = counted[0] - self.rest
+        if past >= 0 and past % interval == 0:
             self.open_interval()
-        slots = self.slots
-        free = slots.capacity - slots.held[0] - 1
-        if free < 0 or not slots.tidy:
-            return self.attend(query, keys, values)
-        write, watch = self.bound
-        if not compiled("append")(*write, raw(keys), raw(values), raw(query), free):
+        held = slots.held
+        free = self.capacity - held[0] - 1
+        append, arrays, watch, keys_packed, values_packed = self.bound
+        if not append(*arrays, raw(keys), raw(values), raw(query), free):
             self.check(keys, values)
-        slots.held = [held + 1 for held in slots.held]
-        self.counted = [counted + 1 for counted in self.counted]
-        held = slots.view(slots.keys), slots.view(slots.values)
-        output, probabilities = masked_attention(query, *held, None, self.geometry.scaling)
+        for row in range(len(held)):
+            held[row] += 1
+            counted[row] += 1
+        seen = keys_packed.narrow(1, free, held[0]), values_packed.narrow(1, free, held[0])
+        output, probabilities = packed_attention(query, *seen, self.geometry.scaling)
         if watch is not None:
-            loop, arguments = watch
-            loop(*arguments, raw(probabilities), self.until_eviction(self.counted[0] - 1))
-        elif type(self.policy).observe is not AttentionPolicy.observe:
-            self.watch(query, probabilities, self.clock[:, None] - 1)
+            loop, statistics = watch
+            loop(*statistics, raw(probabilities), interval - (past % interval if past > 0 else past))
+        elif self.observes:
+            shape = (*keys.shape[:2], -1, 1, held[0])
+            self.watch(query, probabilities.view(shape), self.clock[:, None] - 1)
         return output
 
     @cached_property
     def bound(self) -> tuple:
-        """Arrays of the slots for the loop that appends; the policy's loop that counts, with its arguments, or None."""
+        """The loop that appends and its first arguments; the policy's that counts, with its own, or None; packed slots."""
         slots = self.slots
         recent = slots.keys.new_empty(*slots.keys.shape[:2], 0, 0, 0) if self.recent is None else self.recent
-        write = tuple(map(raw, (slots.keys, slots.values, slots.positions, recent, self.clock)))
-        counting = self.policy.counting({name: raw(extra) for name, extra in slots.extras.items()})
-        return write, None if counting is None else (compiled(counting.name), counting.arguments)
+        arrays = tuple(map(raw, (slots.keys, slots.values, slots.positions, recent, self.clock)))
+        watch = self.policy.counting({name: raw(extra) for name, extra in slots.extras.items()})
+        watch = None if watch is None else (compiled(watch.name), watch.arguments)
+        return compiled("append"), arrays, watch, slots.keys.flatten(0, 1), slots.values.flatten(0, 1)
 
     def ingest(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, outputs, start = keys.shape[2], [], 0
@@ -106,36 +111,38 @@ class IntervalResidency(Residency):
             start = stop
         if one_shot:
             self.due = None
+            self.policy.end_interval(self.statistics())
             self.evict()
-            self.begin()
+            self.policy.begin_interval(self.statistics())
             self.slots = self.resized(self.budget.slots)
             self.unbind()
         return torch.cat(outputs, 2)
 
     def boundary(self, query_index: int) -> bool:
-        return query_index >= self.budget.rest and (query_index - self.budget.rest) % self.budget.interval == 0
+        return query_index >= self.rest and (query_index - self.rest) % self.interval == 0
 
     def until_boundary(self) -> int:
         """Queries from here to the next boundary, at least 1."""
-        past = self.counted[0] - self.budget.rest
-        return -past if past < 0 else self.budget.interval - past % self.budget.interval
+        past = self.counted[0] - self.rest
+        return -past if past < 0 else self.interval - past % self.interval
 
     def open_interval(self) -> None:
         """At a boundary: evict down to ``rest`` and tell the policy that an interval begins."""
         query_index = self.counted[0]
-        if self.boundary(query_index) and (self.evict() or query_index == self.budget.rest):
-            self.begin()
+        if self.boundary(query_index):
+            self.policy.end_interval(self.statistics())
+            if self.evict() or query_index == self.budget.rest:
+                self.policy.begin_interval(self.statistics())
 
-    def begin(self) -> None:
-        self.policy.begin_interval({name: self.slots.view(extra) for name, extra in self.slots.extras.items()})
+    def statistics(self) -> dict[str, Tensor]:
+        return {name: self.slots.view(extra) for name, extra in self.slots.extras.items()}
 
-    def until_eviction(self, position: int | Tensor) -> int | Tensor:
-        """Queries from ``position`` to the next eviction, itself included; also of many, int64 ``[B, n]``."""
+    def until_eviction(self, positions: Tensor) -> Tensor:
+        """Queries from each of ``positions`` int64 ``[B, n]`` to the next eviction, itself included."""
         if self.due is not None:
-            return self.due - position
-        rest, interval = self.budget.rest, self.budget.interval
-        intervals = (position - rest) // interval + 1
-        return rest + interval * (max(intervals, 1) if isinstance(position, int) else intervals.clamp(min=1)) - position
+            return self.due - positions
+        intervals = ((positions - self.rest) // self.interval + 1).clamp(min=1)
+        return self.rest + intervals * self.interval - positions
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Write n pairs, attend over all held, let the policy watch."""
@@ -165,7 +172,7 @@ class IntervalResidency(Residency):
                 query=query.unflatten(1, (self.geometry.kv_heads, -1)),  # [B, H, G, n, D]
                 positions=positions,
                 probabilities=probabilities,
-                statistics={name: slots.view(extra) for name, extra in slots.extras.items()},
+                statistics=self.statistics(),
                 memory=self.memory,
                 held=slots.view(slots.positions),
                 until=partial(self.until_eviction, positions),  # few policies ask
@@ -197,7 +204,7 @@ class IntervalResidency(Residency):
             keys=slots.view(slots.keys),
             values=slots.view(slots.values),
             positions=positions,
-            statistics={name: slots.view(extra) for name, extra in slots.extras.items()},
+            statistics=self.statistics(),
             memory=self.memory,
             queries=self.remembered(),
             candidates=candidates,
@@ -240,11 +247,11 @@ class IntervalResidency(Residency):
     def select(self, rows: Tensor) -> IntervalResidency:
         part = super().select(rows)
         part.counted = [self.counted[row] for row in rows.tolist()]
-        part.alike = len(set(part.counted)) == 1
+        part.alike = len(set(part.counted)) == 1 and part.slots.uniform
         return part
 
     def assign(self, rows: Tensor, part: IntervalResidency) -> None:
         super().assign(rows, part)
         for row, counted in zip(rows.tolist(), part.counted, strict=True):
             self.counted[row] = counted
-        self.alike = len(set(self.counted)) == 1
+        self.alike = len(set(self.counted)) == 1 and self.slots.uniform and self.slots.tidy

@@ -60,6 +60,7 @@ class LayerScorer(nn.Module):
     """
 
     method: ClassVar[str]  # the policy it serves
+    remembers: ClassVar[bool] = False  # whether it reads what enters
     Options: ClassVar[type]  # a frozen dataclass
 
     def __init__(self, shape: LayerShape, options, generator: torch.Generator):
@@ -135,8 +136,11 @@ class LayerScorer(nn.Module):
         """
         raise ScorerError(f"a {self.method} scorer cannot start from a {other.method} scorer")
 
-    def raw(self, entering: Tensor, leaving: Tensor, state: State) -> Tensor:
-        """The network: inputs ``[B, H, n, 2D]``, standardised -> ``[B, H, n]``, replacing the tensors of ``state``."""
+    def raw(self, entering: Tensor | None, leaving: Tensor, state: State) -> Tensor:
+        """The network: inputs ``[B, H, n, 2D]``, standardised -> ``[B, H, n]``, replacing the tensors of ``state``.
+
+        ``entering`` is None where the scorer does not remember.
+        """
         raise NotImplementedError
 
     def loop(self, decay: Tensor, decay_step: int, dtype: torch.dtype) -> Loop | None:
@@ -166,7 +170,8 @@ class LayerScorer(nn.Module):
             ``[B, H, n]``, in float32 or the dtype of the pairs or parameters, whichever is wider.
         """
         with full_precision(leaving[0].device):
-            raw = self.raw(self.standardised(entering), self.standardised(leaving), state)
+            entered = self.standardised(entering) if self.remembers else None
+            raw = self.raw(entered, self.standardised(leaving), state)
             return (raw - self.score_mean.to(raw.dtype)[:, None]) / self.score_std.to(raw.dtype)[:, None]
 
     def standardised(self, pair: Pair) -> Tensor:

@@ -138,13 +138,21 @@ class FeatureSpec:
             kept |= {"decayed": ((group,), 0.0), "watched": ((), 0.0)}
         return kept
 
-    def reach(self, interval: int, ring: bool = False) -> dict[str, int] | None:
-        """Name -> how many queries before an eviction count in a sum; None where more than sums is kept, or nothing."""
-        if self.extremes and not ring:
-            return None
-        sums = {} if ring else {name: interval if n == "L" else min(n, interval) for name, n in self.sums().items()}
+    def counting(self, interval: int, ring: bool = False) -> dict[str, tuple[int, int]]:
+        """Name -> the fewest and the most queries until the next eviction at which a query counts in a sum.
+
+        Where the whole interval has a sum, those that go on for longer get it from there when the interval ends.
+        """
+        sums = {} if ring else {name: (1, interval if n == "L" else min(n, interval)) for name, n in self.sums().items()}
+        longer = (interval + 1 if "last_L" in sums else 1, sys.maxsize)
         always = [name for name, kept in (("cumulative", self.cumulative), ("decayed", self.decay is not None)) if kept]
-        return sums | dict.fromkeys(always, sys.maxsize) or None
+        return sums | dict.fromkeys(always, longer)
+
+    def end(self, kept: Mapping[str, Tensor]) -> None:
+        """An interval is over: what it has counted belongs to the longer sums too."""
+        for name in ("cumulative", "decayed"):
+            if name in kept and "last_L" in kept:
+                kept[name].add_(kept["last_L"])
 
     def begin(self, kept: Mapping[str, Tensor]) -> None:
         """A new interval: its sums start again, and the past fades."""
@@ -174,15 +182,12 @@ class FeatureSpec:
             interval: L.
         """
         total = probabilities.sum(3).transpose(2, 3)  # [B, H, N, G]
-        for name in ("cumulative", "decayed"):
+        for name, (first, last) in self.counting(interval).items():
             if name in kept:
-                kept[name].add_(total)
+                counts = (until >= first) & (until <= last)  # [B, n]
+                kept[name].add_(_over(probabilities, counts, total))
         if "watched" in kept:
             kept["watched"].add_((held[:, :, None] <= queries[:, None, :, None]).sum(2))
-        for name, width in self.sums().items():
-            if name in kept:
-                counts = until <= min(interval, interval if width == "L" else width)  # [B, n]
-                kept[name].add_(_over(probabilities, counts, total))
         if "most" in kept:
             counts = (until <= interval)[:, None, None, :, None]
             kept["most"].copy_(kept["most"].maximum(probabilities.where(counts, 0).amax(3).transpose(2, 3)))
@@ -261,9 +266,11 @@ class FeatureSpec:
         return (value + SMALLEST).log() if self.normalize == "log" else value
 
 
-def _over(probabilities: Tensor, counts: Tensor, total: Tensor) -> Tensor:
+def _over(probabilities: Tensor, counts: Tensor, total: Tensor) -> Tensor | float:
     """Sums ``[B, H, N, G]`` over the queries that count, bool ``[B, n]``."""
     if bool(counts.all()):
         return total
+    if not bool(counts.any()):
+        return 0.0
     weights = counts.to(probabilities.dtype)
     return torch.einsum("bhgqn,bq->bhng", probabilities, weights)

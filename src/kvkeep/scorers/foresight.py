@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from kvkeep.budget import Budget
-from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, per_head
+from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, full_precision, per_head
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.scorers.layout import LayerShape
 
@@ -90,5 +90,15 @@ class Foresight(LayerScorer):
         return per_head(hidden, self.w2, self.b2)[..., 0]
 
     def keep(self, features: Tensor) -> Tensor:
-        """Keep scores ``[B, H, n]`` of tokens with features ``[B, H, n, width]``, see :meth:`FeatureSpec.build`."""
-        return self.score((features,), (features,), {})
+        """Keep scores ``[B, H, n]`` of tokens with features ``[B, H, n, width]``, see :meth:`FeatureSpec.build`.
+
+        Without gradients the weights are standardised instead of the features, which are many more numbers.
+        """
+        if torch.is_grad_enabled():
+            return self.score((features,), (features,), {})
+        with full_precision(features.device):
+            scale = self.input_std.to(features.dtype).reciprocal()
+            w1 = self.w1.to(features.dtype) * scale[..., None]
+            b1 = self.b1.to(features.dtype) - ((self.input_mean * scale)[:, None] @ self.w1.to(features.dtype))[:, 0]
+            raw = per_head(gelu(per_head(features, w1, b1)), self.w2, self.b2)[..., 0]
+            return (raw - self.score_mean.to(raw.dtype)[:, None]) / self.score_std.to(raw.dtype)[:, None]

@@ -110,6 +110,7 @@ class MLSTM(LayerScorer):
     """
 
     method = "kvpop"
+    remembers = True
     Options = MLSTMOptions
 
     def __init__(self, shape: LayerShape, options: MLSTMOptions, generator: torch.Generator):
