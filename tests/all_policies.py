@@ -41,6 +41,8 @@ WITH_QUERIES = [
     ("rkv", SINKS, {"observation": 6, "mix": 0.6, "threshold": 0.2}),
     ("expected_attention", BLOCKS, {"horizon": 16}),
     ("expected_attention", SINKS, {"use_covariance": False, "epsilon": 0.02}),
+    ("keydiff", BLOCKS, {}),
+    ("keydiff", SINKS, {}),
 ]
 FORESIGHT = [  # options of a random scorer, and of the policy
     ("foresightkv", BLOCKS, {"hidden": 5}),

@@ -10,7 +10,7 @@ import torch
 
 from kvkeep.evaluation import ablation
 from kvkeep.evaluation.ablation_report import report, summary, verdict
-from kvkeep.evaluation.ablation_variants import ABLATIONS, AT_INTERVALS, OTHERS, Experiment, Variant, differs
+from kvkeep.evaluation.ablation_variants import ABLATIONS, AT_INTERVALS, OTHERS, POWERS, Experiment, Variant, differs
 from kvkeep.evaluation.documents import Document
 from kvkeep.training import foresightkv, kvpop
 from tiny import random_ids, tiny_model
@@ -61,8 +61,9 @@ CHANGED = {
     ("hidden", "hidden 256"): {"hidden": 256},
     ("documents", "36 documents"): {"training documents": 36},
     ("documents", "12 documents"): {"training documents": 12},
-    ("foresight-best", "no log, no age"): {"normalize": "mean", "age": False},
-    ("foresight-best", "no age"): {"age": False},
+    ("foresight-best", "no log, no age"): {"normalize": "mean", "age": False, "age_power": 0},
+    ("foresight-best", "no age"): {"age": False, "age_power": 0},
+    ("foresight-best", "no power of value or age"): {"value_power": 0, "age_power": 0},
     ("foresight-best", "hidden 16"): {"hidden": 16},
     ("foresight-best", "ranking loss"): {"loss": "ranking"},
     ("foresight-loss", "ranking"): {"loss": "ranking"},
@@ -80,6 +81,7 @@ CHANGED = {
     ("foresight-sampling", "top-2L, sampled"): {"evict": "sample"},
     ("foresight-sampling", "sampled over all"): {"evict": "sample", "pool": None},
     ("foresight-stages", "dagger"): {"stage": "dagger"},
+    ("foresight-stages", "dagger, new weights"): {"stage": "dagger", "restart": True},
     ("foresight-rewards", "large, low entropy"): {"variant": "low_large"},
     ("foresight-rewards", "low entropy"): {"variant": "low"},
     ("foresight-rewards", "high entropy"): {"variant": "high"},
@@ -237,12 +239,13 @@ def test_finished_work_is_not_done_again_and_may_grow(model, tmp_path, monkeypat
 
 def test_foresightkv_has_its_own_recipe_stages_and_monitor(model, tmp_path, monkeypatch):
     """Variants that differ in how the policy is run share a scorer; a later stage begins with the first's."""
-    fast = {"hidden": 4, "save_every": 1}
+    fast = {"hidden": 4, "save_every": 1, **POWERS}
+    quick = {"steps": 1, "batch": 1, "group": 2}
     variants = (
         Variant("topk", fast, "foresightkv"),
         Variant("sample", fast, "foresightkv", policy={"evict": "sample"}),
         Variant("dagger", fast, "foresightkv", stage="dagger"),
-        Variant("rl", {"hidden": 4, "steps": 1, "batch": 1, "group": 2, "variant": "all"}, "foresightkv", stage="rl"),
+        Variant("rl", {**POWERS, "hidden": 4, "variant": "all"} | quick, "foresightkv", stage="rl"),
     )
     trained, train = [], foresightkv.train
     monkeypatch.setattr(

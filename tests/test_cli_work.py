@@ -183,7 +183,8 @@ MEANT = {  # what does mean something, of all that stands in a rule
     "kvpop_mlp on a frozen backbone": "preset hidden loss decay group patience shards half",
     "the sft stage of foresightkv": "preset hidden loss group stage inputs follow interval window at_rest "
     "patience shards half start",
-    "the dagger stage of foresightkv": "preset loss group stage follow interval at_rest patience shards half start",
+    "the dagger stage of foresightkv": "preset loss group stage follow restart interval at_rest patience shards half "
+    "start",
     "the rl stage of foresightkv": "preset stage interval at_rest rollout group_size reward beta patience half start",
     "streaming, a rule": "kl packing checkpointing compute shards",
     "kvpop with --backbone full": "kl packing checkpointing compute scorer train_scorer preset hidden loss decay group "
@@ -257,6 +258,17 @@ def test_a_flag_that_would_change_nothing_is_refused(run, no_model, tmp_path, mo
         (("benchmark", "--lengths", "100"), "does not fill a budget of 512"),
         (("benchmark", "--budget", "30", "--policies", "streaming"), "must be above"),
         (("benchmark", "--json", "nowhere/out.json"), "no folder"),
+        (("benchmark", "--report", "nowhere/out.md"), "no folder"),
+        (("benchmark", "--plot", "out.png"), "a file that ends with .svg"),
+        (("benchmark", "--plot", "out.svg", "--lengths", "2048"), "two lengths or more"),
+        (("benchmark", "--what", "speed"), "decode, overhead, prefill, labels, running_topk, memory, capacity, not"),
+        (("benchmark", "--what", "prefill", "--lengths", "512"), "within the budget of 512"),
+        (("benchmark", "--what", "overhead", "--policies", "full"), "name one"),
+        (("benchmark", "--policies", "streaming,streaming"), "'streaming' is named twice"),
+        (("benchmark", "--policies", "kvpop", "--budget", "30"), "must be above"),
+        (("benchmark", "--policies", "full,kvpop", "--interval", "3"), "--interval 3 is for policies that decide"),
+        (("benchmark", "--model", "random:gpt"), "there is no shape 'random:gpt'"),
+        (("benchmark", "--scorer", "kvpop"), "--scorer takes NAME=DIR"),
         (("evaluate", "--json", "/proc/out.json"), "/proc cannot be written to"),
     ],
 )
@@ -289,13 +301,37 @@ def test_benchmark_measures_every_row(run, folder, tmp_path):
     assert len(rows) == 4 * 2 * 2
     assert all(row["ms_best"] <= row["ms_median"] for row in rows)
     fields = "what policy budget context batch dtype ms_best ms_median ratio kv_bytes peak_rss"
-    assert set(rows[0]) == set(fields.split())
+    assert set(fields.split()) < set(rows[0])
+    assert {row["what"] for row in rows} == {"decode"}
     sizes = {(row["policy"], row["context"], row["batch"]): row["kv_bytes"] for row in rows}
     pair = 2 * 2 * 8 * 2 * 4  # layers, KV heads, head size, key and value, bytes
     assert sizes["full", 90, 2] - sizes["full", 50, 2] == 40 * 2 * pair
     assert sizes["full", 90, 1] == sizes["full_preallocated", 90, 1] == (90 + 5 + 2) * pair
     assert sizes["h2o", 50, 1] == sizes["h2o", 90, 1] < sizes["full", 50, 1]
     assert "full_preallocated" in said
+
+
+@pytest.mark.skipif(not HANDED, reason="foresightkv needs queries, which this transformers does not hand to a cache")
+def test_benchmark_measures_everything_of_random_weights(run, tmp_path):
+    result, page, picture = (tmp_path / name for name in ("out.json", "out.md", "out.svg"))
+    sizes = ("--budget", "64", "--lengths", "520,600", "--kv-memory", "1", "--tokens", "70", "--repetitions", "5")
+    files = ("--json", result, "--report", page, "--plot", picture)
+    policies = "full,kvpop_mlp,kvpop,foresightkv,h2o"
+    options = ("--model", "random:qwen3-tiny", "--what", "all", "--policies", policies)
+    code, said, err = run("benchmark", *options, *sizes, *files)
+    assert (code, err) == (0, "")
+    found = json.loads(result.read_text())
+    measured = dict.fromkeys(row["what"] for row in found["rows"])
+    assert list(measured) == ["decode", "overhead", "prefill", "labels", "running_topk", "memory", "capacity"]
+    assert all(set(row) == set(found["rows"][0]) for row in found["rows"])
+    told = found["settings"]
+    assert (told["model"], told["threads"], told["dtype"]) == ("random:qwen3-tiny", 1, "bfloat16")
+    assert {"load_average", "load_average_after", "torch", "transformers", "bandwidth_gb_per_s"} <= set(told)
+    text = page.read_text()
+    assert "kvpop: not one byte more after 70 tokens | 0 bytes | reached" in text
+    assert all(f"### {what}" in text for what in ("decode", "overhead", "parts", "prefill", "capacity"))
+    assert picture.read_text().startswith("<svg")
+    assert "times faster" in said
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

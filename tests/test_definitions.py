@@ -196,6 +196,16 @@ def test_foresight_b1_two_items_are_not_item_0_twice():
     assert (both[0] - both[1]).abs().max() > 0.01
 
 
+# --- KeyDiff ---------------------------------------------------------------------------------------------------------
+
+
+def test_keydiff_is_worst_for_the_key_that_points_where_all_do():
+    """Directions (1, 0), (0, 1), (0.6, 0.8): cosines with (1.6, 1.8) / 3 are 1.6, 1.8 and 2.4 over its length."""
+    keys = torch.tensor([[[[2.0, 0.0], [0.0, 5.0], [3.0, 4.0]]]], dtype=torch.float64)
+    scores = policies.create("keydiff", 128).keep_scores(held_tokens(keys, keys[:, :, None]))
+    close(scores[0, 0], [-number / 5.8**0.5 for number in (1.6, 1.8, 2.4)])
+
+
 # --- Golden eviction -------------------------------------------------------------------------------------------------
 
 G1 = "1 / 1 1 / 2 1 1 / 1 2 1 4 / 1 3 2 1 3 / 5 1 2 4 3 5"

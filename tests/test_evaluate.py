@@ -313,6 +313,38 @@ def test_options_of_a_policy_may_follow_its_name():
         line_up(["goldn:lookahead=1"])
 
 
+def test_parts_of_the_budget_may_follow_a_name_and_go_before_the_flags():
+    written = [
+        "golden",
+        "golden:interval=8",
+        "h2o:interval=10:window=3",
+        "streaming:sinks=2",
+        "golden:interval=8:lookahead=1",
+    ]
+    contenders = line_up(written, overrides={"interval": 5, "window": 6})
+    assert [one.title for one in contenders] == written
+    budgets = [one.policy(40).budget for one in contenders]
+    assert [(one.interval, one.window, one.slots) for one in budgets] == [
+        (5, 6, 40),
+        (8, 6, 40),
+        (10, 3, 40),
+        (0, 6, 40),
+        (8, 6, 40),
+    ]
+    assert budgets[3].sinks == 2
+    assert contenders[4].policy(40).lookahead == 1
+    at_rest = line_up(["h2o:interval=10"], at_rest=True)[0].policy(40).budget
+    assert (at_rest.rest, at_rest.interval) == (40, 10)
+    for bad, complaint in {
+        "streaming:interval=4": "interval",
+        "golden:interval=many": "interval must be an integer, not 'many'",
+        "golden:window=100": "100",
+        "full:interval=4": "interval",
+    }.items():
+        with pytest.raises(ValueError, match=complaint):
+            line_up([bad])[0].policy(40)
+
+
 def test_the_table_labels_everyone_and_marks_the_best_rule(result):
     rows = rows_of(result, kind="all", budget=40)
     assert [role(row) for row in rows] == ["no eviction", "baseline", "baseline", "rule", "oracle"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvkeep
 from all_policies import random_scorer
+from kvkeep.evaluation.contenders import Contender
 from kvkeep.policies.base import Geometry
 from kvkeep.policies.foresightkv import ForesightKV
 from kvkeep.runtime.interval import IntervalResidency
@@ -286,6 +288,42 @@ def test_c1_checkpoint(tmp_path):
         kvkeep.load_scorer(tmp_path)
 
 
+def test_a_checkpoint_from_before_there_were_powers_has_none(tmp_path):
+    scorer = random_scorer("foresightkv", tiny_model().config, [kvkeep.Budget(0, 4, 8, 4)])
+    scorer.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    record = json.loads(config.read_text())
+    for power in ("value_power", "age_power"):
+        del record["options"][power]
+    config.write_text(json.dumps(record))
+    assert kvkeep.load_scorer(tmp_path).fingerprint() == scorer.fingerprint()
+
+
+@given(st.sampled_from([1, 3]), st.sampled_from([FeatureSpec.best(), FeatureSpec(age=True, extremes=True, windows=())]))
+def test_a_keep_score_weighs_the_value_and_the_age(group, spec):
+    """keep = foreseen + p log |v| - c log(1 + age), of the value and age that the features were built from."""
+    heads, size, count, query = 2, 8, 5, 40
+    generator = torch.Generator().manual_seed(group)
+    keys, values = torch.randn(2, 1, heads, count, size, generator=generator)
+    positions = torch.randint(0, query, (1, heads, count), generator=generator)
+    kept = {
+        name: torch.rand(1, heads, count, *shape, generator=generator)
+        for name, (shape, _) in spec.accumulators(group).items()
+    }
+    features = spec.build(keys, values, kept, positions, query, 8)
+    options = {"hidden": 4, "features": spec, "window": 8, "value_power": 0.5, "age_power": 0.25}
+    config = tiny_model(group=group, kv_heads=heads).config
+    layer = kvkeep.scorers.new("foresightkv", config, [24], **options).layer(0)
+    expected = 0.5 * values.norm(dim=-1).log() - 0.25 * (1.0 + query - positions).log()
+    torch.testing.assert_close(layer.keep(features) - layer.foreseen(features), expected)
+
+
+@pytest.mark.parametrize(("power", "missing"), [("value_power", {"kv": False}), ("age_power", {"age": False})])
+def test_a_power_of_what_is_not_read_is_refused(power, missing):
+    with pytest.raises(ScorerError, match=f"{power} 0.5 needs"):
+        ForesightOptions(features=FeatureSpec(**{"age": True} | missing), **{power: 0.5})
+
+
 def test_c1_another_geometry_is_refused():
     scorer = random_scorer("foresightkv", tiny_model().config, kvkeep.Budget(sinks=0, window=5, topk=8, interval=4))
     with pytest.raises(ScorerError, match="KV heads"):
@@ -304,6 +342,19 @@ def test_slots_are_split_as_the_policy_does():
         )
     with pytest.raises(ScorerError, match="a budget of 2 slots must be above window 1"):
         kvkeep.scorers.new("foresightkv", tiny_model().config, 2)
+
+
+def test_a_budget_that_a_scorer_was_trained_for_has_the_interval_of_then():
+    config = tiny_model().config
+    scorer = random_scorer("foresightkv", config, [kvkeep.Budget(0, 3, 32, 5), kvkeep.Budget(0, 3, 61, 3)], window=3)
+    create = kvkeep.policies.create
+    assert create("foresightkv", 40, scorer=scorer).budget == kvkeep.Budget(0, 3, 32, 5)
+    assert create("foresightkv", 67, scorer=scorer).budget.interval == 3
+    assert create("foresightkv", 80, scorer=scorer).budget == kvkeep.Budget(0, 3, 57, 20), "a quarter, for others"
+    at_rest = Contender("foresightkv", at_rest=True, scorer=scorer)
+    assert at_rest.policy(64).budget == kvkeep.Budget(0, 3, 61, 3)
+    given = Contender("foresightkv", overrides={"interval": 9}, scorer=scorer)
+    assert given.policy(40).budget == kvkeep.Budget(0, 3, 28, 9)
 
 
 @pytest.mark.skipif(not HANDED, reason="a cache of an attention policy needs a transformers that hands keywords down")

@@ -93,3 +93,23 @@ def test_a_seed_for_every_row():
     assert torch.equal(both[1:], gone(ids[1:], 4))
     with pytest.raises(ValueError, match="a seed for every row of the batch: 3 for 2 rows"):
         gone(ids, (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"pool": 1.5}, "the pool is 1 or more times what goes, or None for all candidates, not 1.5"),
+        ({"pool": "all"}, "not 'all'"),
+        ({"pool": 0}, "not 0"),
+        ({"seed": "x"}, "a seed is an integer, not 'x'"),
+        ({"seed": 1.5}, "a seed is an integer, not 1.5"),
+        ({"seed": [1, True]}, "a seed is an integer, not True"),
+    ],
+)
+def test_options_of_another_type_are_refused_before_anything_runs(options, sentence):
+    scorer = random_scorer("foresightkv", tiny_model().config, [24])
+    with pytest.raises(ValueError, match=sentence):
+        kvkeep.policies.create("foresightkv", 24, scorer=scorer, **options)
+    if "pool" not in options:
+        with pytest.raises(ValueError, match="a seed is an integer"):
+            kvkeep.policies.create("random", 64, **options)

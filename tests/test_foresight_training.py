@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kvkeep.scorers.features import FeatureSpec
 from kvkeep.training import foresightkv
 from kvkeep.training.corpus import data_fingerprint
 from kvkeep.training.rank import Rank, Schedule, kendall_tau, overlap, spaced
-from kvkeep.training.traces import Trace, Tracing, collected, harvest
+from kvkeep.training.traces import Trace, Tracing, acting, collected, harvest
 from test_training import Text, texts
 from tiny import random_ids, tiny_model
 
@@ -122,7 +123,7 @@ def test_a_rule_protects_its_own_window_in_a_trace_that_labels_more(model, tmp_p
 
 @pytest.mark.parametrize("name", ["kvpop_mlp", "future_mass", "random", "nonsense"])
 def test_what_cannot_be_followed_is_named(model, tmp_path, name):
-    with pytest.raises(ValueError, match=rf"a trace follows golden, .*h2o_decayed.*, or a scorer, not '{name}'"):
+    with pytest.raises(ValueError, match=rf"a trace follows golden, .*h2o_decayed.*, not '{name}'; stage dagger"):
         harvest(model, texts(1), BUDGETS[:1], tmp_path, FeatureSpec(), follow=name)
     with pytest.raises(ValueError, match=f"not '{name}'"):
         foresightkv.recipe("best", follow=name)
@@ -191,7 +192,8 @@ def test_training_lowers_the_loss_and_saves_what_it_measured(model, tmp_path, pr
     assert loaded.metadata["stage"] == "sft"
     assert loaded.metadata["data_fingerprint"] == data_fingerprint(texts(6))
     held_out = loaded.metadata["metrics"]["held_out"]
-    assert held_out["traces"] == 2
+    assert held_out["documents"] == 1, "two budgets of one text are not two documents"
+    assert len(set(held_out["overlap"]["interval"])) == 1
     assert held_out["overlap"]["interval"][0] <= held_out["overlap"]["value"] <= held_out["overlap"]["interval"][1]
     assert "do it" in (tmp_path / "README.md").read_text()
     for layer in loaded.layers.values():
@@ -258,6 +260,36 @@ def test_dagger_goes_on_from_a_scorer_on_the_states_it_reaches(model, tmp_path):
     assert second.fingerprint() != first.fingerprint()
     for shape in first.geometry:
         assert torch.equal(first.layer(shape.index).input_mean, second.layer(shape.index).input_mean)
+
+
+def test_a_rule_whose_window_leaves_nothing_has_the_window_of_the_budget(model, tmp_path):
+    budget = kvkeep.Budget(sinks=0, window=2, topk=8, interval=12)  # by itself h2o_decayed protects all of an interval
+    assert acting(budget, "h2o_decayed").budget == budget
+    roomy = kvkeep.Budget(sinks=0, window=2, topk=26, interval=4)
+    assert acting(roomy, "h2o_decayed").budget == kvkeep.Budget(sinks=0, window=4, topk=24, interval=4)
+    assert foresightkv.train(model, texts(3), [budget], tmp_path, small()).budgets == (budget,)
+
+
+def test_dagger_restarted_learns_from_the_same_states_with_new_weights(model, tmp_path):
+    first = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "sft", small(), shards=tmp_path / "shards")
+    given = {"stage": "dagger", "start": first, "shards": tmp_path / "shards", "seed": 5}
+    settings = replace(small(steps=1, warmup=0, lr=1e-12), restart=True)
+    again = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "again", settings, **given)
+    read = set((tmp_path / "shards").iterdir())
+    onward = foresightkv.train(model, texts(4), BUDGETS, tmp_path / "onward", replace(settings, restart=False), **given)
+    assert set((tmp_path / "shards").iterdir()) == read
+    fresh = kvkeep.scorers.new("foresightkv", model.config, BUDGETS, seed=5, **settings.options)
+    for shape in first.geometry:
+        torch.testing.assert_close(again.layer(shape.index).w1, fresh.layer(shape.index).w1)
+        torch.testing.assert_close(onward.layer(shape.index).w1, first.layer(shape.index).w1)
+        assert not torch.equal(again.layer(shape.index).input_mean, first.layer(shape.index).input_mean)
+
+
+def test_powers_go_with_the_features_they_are_of():
+    assert foresightkv.recipe("best").options["value_power"] > 0
+    both = foresightkv.recipe("best", features=FeatureSpec(kv=False)).options
+    assert (both["value_power"], both["age_power"]) == (0, 0)
+    assert foresightkv.PRESETS["published"].options["value_power"] == 0
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,17 @@ def value_and_gradient(loss, logits):
     return value.item(), logits.grad
 
 
+@pytest.mark.parametrize(("offset", "scale"), [(1e4, 3.0), (0.0, 1000.0), (1e4, 1000.0)])
+def test_the_kl_of_large_logits_in_float32_is_that_in_float64(offset, scale):
+    generator = torch.Generator().manual_seed(1)
+    new = offset + scale * torch.randn(200, 8, generator=generator)
+    reference = new + torch.randn(200, 8, generator=generator)
+    order = torch.rand(200, 8, generator=generator).argsort(-1)
+    single, double = (plackett_luce_kl(a, b, order) for a, b in ((new, reference), (new.double(), reference.double())))
+    torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=2e-4 * max(1.0, scale / 100))
+    assert single[:, -1].abs().max() < 1e-3, "one item left"
+
+
 def test_foresightkv_p1_ordered_and_independent_log_probabilities():
     assert plackett_luce(LOGITS, torch.tensor([0, 2])).item() == pytest.approx(-2.014903, abs=1e-6)
     assert plackett_luce(LOGITS, torch.tensor([0, 2])).exp().item() == pytest.approx(2 / 15)

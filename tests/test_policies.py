@@ -26,7 +26,7 @@ from kvkeep.runtime.geometry import HALF_ROTATION, rotary
 from tiny import random_ids
 
 RULES = ["full", "random", "streaming", "tova", "h2o", "h2o_decayed", "snapkv", "rkv", "expected_attention"]
-RULES += ["golden", "future_mass"]
+RULES += ["keydiff", "golden", "future_mass"]
 
 
 # --- Registry and budgets --------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ RULES += ["golden", "future_mass"]
 SPLITS = {  # (sinks, window, topk, interval) of 128, 256 and 2048 slots
     "random streaming future_mass": [(4, 32, 92, 0), (4, 32, 220, 0), (4, 256, 1788, 0)],
     "tova": [(0, 0, 127, 1), (0, 0, 255, 1), (0, 0, 2047, 1)],
-    "h2o h2o_decayed golden": [(0, 32, 64, 32), (0, 64, 128, 64), (0, 512, 1024, 512)],
+    "h2o h2o_decayed golden keydiff": [(0, 32, 64, 32), (0, 64, 128, 64), (0, 512, 1024, 512)],
     "snapkv rkv": [(0, 8, 88, 32), (0, 8, 184, 64), (0, 8, 1528, 512)],
     "expected_attention": [(4, 32, 60, 32), (4, 64, 124, 64), (4, 512, 1020, 512)],
 }

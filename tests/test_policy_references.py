@@ -148,6 +148,14 @@ class ExpectedAttention(Rule):
         return [(a + self.options["epsilon"]) * v for a, v in zip(expected, lengths, strict=True)]
 
 
+class KeyDiff(Rule):
+    def scores(self, head, query, held):
+        """Minus the cosine between a key and the mean of all keys held, each of length 1."""
+        keys = [self.layer.key[head, token] for token in held]
+        anchor = sum(key / key.norm() for key in keys) / len(keys)
+        return [-float(key @ anchor / (key.norm() * anchor.norm())) for key in keys]
+
+
 class Golden(Rule):
     def scores(self, head, query, held):
         """The most that a token gets from this block of queries or a later one, of the model it is judged by."""
@@ -222,7 +230,7 @@ def set_lifetimes(priority, budget):
 
 RULES = {
     "tova": Tova, "h2o": H2O, "h2o_decayed": DecayedH2O, "snapkv": SnapKV, "rkv": RKV,
-    "expected_attention": ExpectedAttention, "golden": Golden,
+    "expected_attention": ExpectedAttention, "keydiff": KeyDiff, "golden": Golden,
 }  # fmt: skip
 PRIORITIES = {"streaming": streaming, "random": random, "future_mass": future_mass}
 VOTES = {
@@ -248,6 +256,7 @@ OPTIONS = {
         "epsilon": st.sampled_from([0.0, 0.02]),
         "use_covariance": st.booleans(),
     },
+    "keydiff": {},
     "golden": {
         "labels": st.sampled_from(["full", "own"]),
         "lookahead": st.sampled_from([None, 1, 2]),

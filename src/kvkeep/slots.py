@@ -208,10 +208,10 @@ class Slots:
 
     def fill_holes(self, victims: Tensor) -> None:
         """The moves of :meth:`drop` on the CPU, and no others."""
-        sources, targets = compiled("pair_holes")(raw(victims), self.width)
+        sources, targets = compiled("places.pair_holes")(raw(victims), self.width)
         for tensor in self.tensors():
             flat = tensor.view(*self.positions.shape, -1)
-            compiled("move")(raw(flat), sources, targets, self.capacity - self.width)
+            compiled("places.move")(raw(flat), sources, targets, self.capacity - self.width)
 
     def select(self, rows: Tensor) -> Slots:
         """A copy of the given rows, int64 ``[n]``; rows may repeat (beam search)."""

@@ -7,212 +7,178 @@ flatter us. Rows take turns, one token each, so that a busy machine slows all of
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, PreTrainedModel
 
-from kvkeep import policies as registry
-from kvkeep.runtime.cache import EvictingCache, EvictingLayer, cache_keyword
-from kvkeep.runtime.geometry import text_config
-
-FULL = ("full", "full_preallocated")  # transformers' DynamicCache with its concatenation, and the same without
-
-
-class PreallocatedLayer(DynamicLayer):
-    """A full cache that writes into a buffer with room for ``spare`` more tokens instead of concatenating."""
-
-    def __init__(self, keys: Tensor, values: Tensor, spare: int):
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.length = keys.shape[2]
-        self.buffers = [
-            torch.cat([tensor, tensor.new_zeros(*tensor.shape[:2], spare, tensor.shape[3])], 2)
-            for tensor in (keys, values)
-        ]
-        self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        stop = self.length + key_states.shape[2]
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.length : stop] = states
-        self.length = stop
-        self.keys, self.values = (buffer[:, :, :stop] for buffer in self.buffers)
-        return self.keys, self.values
+from kvkeep.benchmark.caches import (
+    FULL,
+    States,
+    bytes_of,
+    cache_bytes,
+    evicting,
+    filled,
+    longest,
+    phase,
+    read_bytes,
+)
+from kvkeep.benchmark.limit import Bandwidth, weight_bytes
+from kvkeep.benchmark.peak import alone, require_memory
+from kvkeep.benchmark.shapes import load
+from kvkeep.benchmark.timing import WARM_UP, Job, digits, in_turns, require_turns, row
+from kvkeep.evaluation.contenders import Contender
+from kvkeep.runtime.cache import cache_keyword
 
 
 @dataclass
-class Row:
-    """One cache under test, and what it cost."""
+class Decoder:
+    """One cache under test: every call is one token for every row of the batch."""
 
-    policy: str
-    budget: int | None
+    model: PreTrainedModel
+    contender: Contender
+    cache: Cache
+    seen: int
     context: int
     batch: int
-    cache: Cache
-    milliseconds: list[float]
-    kv_bytes: int = 0
+
+    def __call__(self) -> None:
+        ids = torch.full((self.batch, 1), 1 + self.seen % 7, device=self.model.device)
+        positions = torch.full((self.batch, 1), self.seen, device=self.model.device)
+        self.model(ids, position_ids=positions, use_cache=True, **{cache_keyword(self.model): self.cache})
+        self.seen += 1
 
 
 def decode(
     model: PreTrainedModel,
-    policies: Sequence[str],
+    contenders: Sequence[Contender],
     budget: int,
     contexts: Sequence[int],
     batches: Sequence[int] = (1,),
     repetitions: int = 9,
     seed: int = 0,
+    bandwidth: Bandwidth | None = None,
+    source: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict:
-    """Milliseconds per token of each policy, context and batch.
+) -> list[dict]:
+    """Milliseconds per token of each contender, context and batch.
 
     Args:
         model: loaded with ``attn_implementation="kvkeep"``.
-        policies: registered names, ``full`` and ``full_preallocated``.
+        contenders: of :func:`kvkeep.benchmark.caches.contenders`, learned ones with their scorers.
         budget: slots per KV head of the evicting caches.
-        contexts: tokens seen before the measured ones. Bounded caches hold ``budget`` of them.
+        contexts: tokens seen before the measured ones. Bounded caches hold ``budget`` of them; those of a policy with
+            an interval are measured half an interval after an eviction. What is done once in a window or interval is in
+            :func:`kvkeep.benchmark.overhead.overhead`, not in a median of tokens.
+        batches: rows decoded together.
         repetitions: measured tokens per row, after two that are not counted.
+        seed: of the synthetic keys and values.
+        bandwidth: for ``floor_ms``; None leaves it out.
+        source: a name to load the model by; then also ``peak_rss``, from one process a row.
         progress: called with (done, total) rounds.
 
     Returns:
-        ``{"rows": [...], "settings": {...}}`` in the form of ``kvkeep benchmark --json``; ``ratio`` is the median over
-        that of the first evicting policy at the shortest context and the same batch (1 for itself).
+        Rows; ``ratio`` is the median over that of the first evicting policy at the shortest context and the same batch
+        (1 for itself).
 
     Raises:
-        ValueError: for an unknown policy or an oracle, fewer than five repetitions, a context below the budget.
+        ValueError: for fewer than five repetitions, a context below the budget, or caches that do not fit in memory.
     """
-    check(policies, budget, contexts, repetitions)
-    rows: list[Row] = []
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for batch in batches:
-            group = [
-                Row(name, None if name in FULL else budget, context, batch, cache, [])
-                for context in contexts
-                for name in policies
-                for cache in [filled_cache(model, name, budget, context, batch, repetitions + 2, generator)]
-            ]
-            for turn in range(repetitions + 2):
-                for row in group:
-                    took = step(model, row, turn)
-                    if turn >= 2:
-                        row.milliseconds.append(took)
-                if progress is not None:
-                    progress(len(rows) * (repetitions + 2) + turn + 1, len(batches) * (repetitions + 2))
-            rows += group
-            for row in group:
-                row.kv_bytes = cache_bytes(row.cache)
-                row.cache = None
-    return {"rows": report(rows, model), "settings": settings(model, budget, repetitions, seed)}
+    check(contenders, budget, contexts, repetitions)
+    rows: list[dict] = []
+    spare = repetitions + WARM_UP
+    for number, batch in enumerate(batches):
+        require_memory(planned(model, contenders, budget, contexts, batch, spare), model.device, f"batch {batch}")
+        states = States(model, batch, longest(contexts, budget), seed)
+        group = [
+            decoder(model, contender, budget, context, batch, states, spare)
+            for context in contexts
+            for contender in contenders
+        ]
+
+        def tell(done: int, total: int, number=number) -> None:
+            if progress is not None:
+                progress(number * total + done, len(batches) * total)
+
+        taken = in_turns([Job(one) for one in group], repetitions, model.device, tell)
+        rows += _rows(model, budget, group, taken, bandwidth)
+        del group, states  # before the next batch's are made
+    if source is not None:
+        for found, (contender, context, batch) in zip(rows, _in_order(contenders, contexts, batches), strict=True):
+            given = (source, found["dtype"], contender, budget, context, batch)
+            found["peak_rss"] = alone(decode_alone, model.device, *given)
+    return rows
 
 
-def check(policies: Sequence[str], budget: int, contexts: Sequence[int], repetitions: int) -> None:
+def check(contenders: Sequence[Contender], budget: int, contexts: Sequence[int], repetitions: int) -> None:
     """Raise ValueError for what :func:`decode` cannot measure, before anything slow starts."""
-    if repetitions < 5:
-        raise ValueError(f"a median of {repetitions} repetitions says little: take at least 5")
-    if min(contexts) < budget:
+    require_turns(repetitions)
+    if evicting(contenders) and min(contexts) < budget:
         raise ValueError(f"a context of {min(contexts)} tokens does not fill a budget of {budget}")
-    for name in policies:
-        if name not in FULL and registry.describe(name).oracle:
-            raise ValueError(f"policy {name!r} is an oracle: it cannot decode")
 
 
-def step(model: PreTrainedModel, row: Row, turn: int) -> float:
-    """Milliseconds of one token for every row of the batch."""
-    ids = torch.full((row.batch, 1), 1 + turn, device=model.device)
-    positions = torch.full((row.batch, 1), row.context + turn, device=model.device)
-    _synchronise(model.device)
-    start = time.perf_counter()
-    model(ids, position_ids=positions, use_cache=True, **{cache_keyword(model): row.cache})
-    _synchronise(model.device)
-    return 1000 * (time.perf_counter() - start)
+def decoder(
+    model: PreTrainedModel, contender: Contender, budget: int, context: int, batch: int, states: States, spare: int
+) -> Decoder:
+    """A decoder whose cache has seen ``context`` tokens."""
+    cache, seen = filled(model, contender, budget, context, states, spare)
+    return Decoder(model, contender, cache, seen, context, batch)
 
 
-def filled_cache(
-    model: PreTrainedModel, name: str, budget: int, context: int, batch: int, spare: int, generator: torch.Generator
-) -> Cache:
-    """A cache that has seen ``context`` tokens, random ones, without a forward for each."""
-    config = text_config(model.config)
-    if name in FULL:
-        cache = DynamicCache(config=config)
-    else:
-        cache = EvictingCache(config, registry.create(name, budget))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, EvictingLayer | DynamicLayer):
-            continue
-        count = context
-        if isinstance(layer, EvictingLayer):
-            rest, interval = layer.policy.budget.rest, layer.policy.budget.interval
-            count = rest + ((context - rest) % interval if interval else 0)  # what it would hold by now
-
-        def states(heads: int, count=count) -> Tensor:
-            shape = (batch, heads, count, head_dim)
-            return torch.randn(shape, generator=generator).to(device=model.device, dtype=model.dtype)
-
-        keys, values = states(config.num_key_value_heads), states(config.num_key_value_heads)
-        if isinstance(layer, EvictingLayer):
-            layer.fill(states(config.num_attention_heads), keys, values, context)
-        elif name == "full_preallocated":
-            cache.layers[index] = PreallocatedLayer(keys, values, spare)
-        else:
-            layer.update(keys, values)
-    return cache
+def planned(
+    model, contenders: Sequence[Contender], budget: int, contexts: Sequence[int], batch: int, spare: int
+) -> int:
+    """Bytes of keys and values that :func:`decode` will hold at once."""
+    shape = States(model, batch, 0)
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    tokens = sum(context + spare if one.name in FULL else budget for context in contexts for one in contenders)
+    passing = 2 * max(contexts)  # the concatenation of one layer, and the random states
+    return bytes_of(shape, tokens, layers) + bytes_of(shape, passing, 1)
 
 
-def cache_bytes(cache: Cache) -> int:
-    """Bytes of the tokens held (spare room of the preallocated cache not counted)."""
-    if isinstance(cache, EvictingCache):
-        return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)
+def decode_alone(name: str, dtype: str, contender: Contender, budget: int, context: int, batch: int, device: str):
+    """What a process needs that does nothing but one row: load, fill, decode two tokens."""
+    model = load(name, dtype, device)
+    states = States(model, batch, longest([context], budget))
+    one = decoder(model, contender, budget, context, batch, states, WARM_UP)
+    del states
+    with torch.no_grad():
+        for _ in range(WARM_UP):
+            one()
 
 
-def report(rows: list[Row], model: PreTrainedModel) -> list[dict]:
-    """Rows as JSON wants them."""
-    dtype = str(model.dtype).removeprefix("torch.")
-    result = []
-    for row in rows:
-        peers = [peer for peer in rows if peer.batch == row.batch and peer.budget is not None] or [row]
-        reference = statistics.median(min(peers, key=lambda peer: peer.context).milliseconds)
-        median = statistics.median(row.milliseconds)
-        result.append(
-            {
-                "what": "decode",
-                "policy": row.policy,
-                "budget": row.budget,
-                "context": row.context,
-                "batch": row.batch,
-                "dtype": dtype,
-                "ms_best": round(min(row.milliseconds), 3),
-                "ms_median": round(median, 3),
-                "ratio": round(median / reference, 3),
-                "kv_bytes": row.kv_bytes,
-                "peak_rss": None,
-            }
+def _in_order(contenders, contexts, batches) -> list[tuple[Contender, int, int]]:
+    return [(one, context, batch) for batch in batches for context in contexts for one in contenders]
+
+
+def _rows(
+    model, budget: int, group: list[Decoder], taken: list[list[float]], bandwidth: Bandwidth | None
+) -> list[dict]:
+    medians = [statistics.median(times) for times in taken]
+    bounded = [index for index, one in enumerate(group) if one.contender.name not in FULL]
+    reference = min(bounded, key=lambda index: group[index].context, default=None)
+    rows = []
+    for one, times, median in zip(group, taken, medians, strict=True):
+        pairs, side = cache_bytes(one.cache)
+        evicts = one.contender.name not in FULL
+        held = phase(one.contender.policy(budget).budget, one.context)[0] if evicts else None
+        floor = None if bandwidth is None else bandwidth.floor(weight_bytes(model), read_bytes(one.cache, held))
+        rows.append(
+            row(
+                "decode",
+                one.contender.title,
+                model.dtype,
+                times,
+                budget=budget if evicts else None,
+                context=one.context,
+                batch=one.batch,
+                ratio=round(median / (medians[reference] if reference is not None else median), 3),
+                tokens_per_second=digits(1000 * one.batch / median),
+                floor_ms=None if floor is None else digits(floor),
+                kv_bytes=pairs + side,
+                side_bytes=side,
+            )
         )
-    return result
-
-
-def settings(model: PreTrainedModel, budget: int, repetitions: int, seed: int) -> dict:
-    return {
-        "model": model.config.name_or_path,
-        "budget": budget,
-        "repetitions": repetitions,
-        "seed": seed,
-        "threads": torch.get_num_threads(),
-        "device": str(model.device),
-        "load_average": round(os.getloadavg()[0], 2),
-        "attention": model.config._attn_implementation,
-        "torch": torch.__version__,
-    }
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return rows

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvkeep.cli import benchmark, chat, demo, evaluate, generate, models, policies, train
+from kvkeep.cli import benchmark, chat, demo, evaluate, generate, models, policies, serve, train
 from kvkeep.evaluation.evaluate import version
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, train, evaluate, benchmark, policies, models, demo):
     app.command(command.__name__.rpartition(".")[2])(command.run)
+app.command("serve", context_settings=serve.CONTEXT)(serve.run)
 
 USER_MISTAKES = (ValueError, OSError, NotImplementedError)
 

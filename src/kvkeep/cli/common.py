@@ -53,6 +53,10 @@ AtRestFlag = Annotated[
     bool, typer.Option("--budget-at-rest", help="The budget counts tokens after an eviction, as in ForesightKV.")
 ]
 ScorerFlag = Annotated[Path | None, typer.Option("--scorer", metavar="DIR", help="The scorer of a learned policy.")]
+ScorersFlag = Annotated[
+    list[str] | None,
+    typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy; several of a NAME are compared."),
+]
 PrefillFlag = Annotated[
     Prefill,
     typer.Option("--prefill", help="sparse: as if decoded token by token; dense: full attention, pruned once."),
@@ -119,6 +123,28 @@ def equipped(contender: Contender, model: Any) -> Contender:
     return contender.with_scorer(scorer, "shipped")
 
 
+def scorers(given: Sequence[str]) -> dict[str, list[tuple[Any, str]]]:
+    """`NAME=DIR` of --scorer as policy -> (scorer, where it was read from), several of a policy in order.
+
+    Raises:
+        ValueError: for another form, an unknown policy, or a folder that holds no scorer.
+    """
+    found: dict[str, list[tuple[Any, str]]] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or not name or not folder:
+            raise ValueError(f"--scorer takes NAME=DIR, not {text!r}")
+        policies.describe(name)
+        found.setdefault(name, []).append((kvkeep.load_scorer(folder), folder))
+    return found
+
+
+def require_intervals(interval: int | None, contenders: Sequence[Contender]) -> None:
+    """Raise ValueError where an interval is given and nobody has one."""
+    if interval is not None and not any(policies.describe(one.name).kind == "attention" for one in contenders):
+        raise ValueError(f"--interval {interval} is for policies that decide every interval; none is among these")
+
+
 def standard_input() -> Iterator[str]:
     """Lines of standard input.
 
@@ -148,6 +174,13 @@ def numbers(text: str, flag: str) -> list[int]:
 def interval_over(count: int, ends: Sequence[float], form: str) -> str:
     """`` [low, high]`` in a format like ``.3f``; nothing where fewer than two documents say anything of a spread."""
     return f" [{format(ends[0], form)}, {format(ends[1], form)}]" if count > 1 else ""
+
+
+def tell_skipped(packed: Any, length: int) -> None:
+    """Say on standard error how many documents were too short, if any were."""
+    if packed.skipped:
+        count = "1 document has" if len(packed.skipped) == 1 else f"{len(packed.skipped)} documents have"
+        print(f"kvkeep: {count} fewer than {length} tokens, skipped", file=sys.stderr)
 
 
 def names(text: str) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-import kvkeep
 from kvkeep import policies
 from kvkeep.cli import common
 from kvkeep.evaluation import documents
@@ -22,10 +21,6 @@ from kvkeep.evaluation.table import recall_table, table
 
 DataFlag = Annotated[list[Path] | None, typer.Option("--data", metavar="FILE...", help="Texts; the bundled ones else.")]
 CountFlag = Annotated[int | None, typer.Option("--documents", min=1, help="At most so many, of all kinds in turn.")]
-ScorersFlag = Annotated[
-    list[str] | None,
-    typer.Option("--scorer", metavar="NAME=DIR", help="For a learned policy; several of a NAME are compared."),
-]
 RecallFlag = Annotated[
     bool, typer.Option("--recall", help="Also what is held of KVpop's teacher, per layer; one more pass a document.")
 ]
@@ -45,7 +40,7 @@ def run(
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More files for --data.")] = None,
     model: common.ModelFlag = common.DEFAULT_MODEL,
     policy_names: Annotated[
-        str, typer.Option("--policies", help="Names, a,b:option=value,c; all: that need no scorer.")
+        str, typer.Option("--policies", help="Names, a,b:option=value,c:interval=16; all: that need no scorer.")
     ] = "all",
     budgets: Annotated[str, typer.Option("--budgets", help="Tokens per KV head, like 128,256.")] = "128",
     length: Annotated[int, typer.Option("--length", min=3, help="Tokens of every document.")] = 1024,
@@ -57,7 +52,7 @@ def run(
     window: common.WindowFlag = None,
     interval: common.IntervalFlag = None,
     budget_at_rest: common.AtRestFlag = False,
-    scorer: ScorersFlag = None,
+    scorer: common.ScorersFlag = None,
     dtype: common.DtypeFlag = None,
     device: common.DeviceFlag = None,
     recall: RecallFlag = False,
@@ -73,10 +68,9 @@ def run(
         seed=seed,
         at_rest=budget_at_rest,
         overrides={"sinks": sinks, "window": window, "interval": interval},
-        scorers=_scorers(scorer or []),
+        scorers=common.scorers(scorer or []),
     )
-    if interval is not None and not any(policies.describe(one.name).kind == "attention" for one in contenders):
-        raise ValueError(f"--interval {interval} is for policies that decide every interval; none is among these")
+    common.require_intervals(interval, contenders)
     tokens = common.numbers(budgets, "--budgets")
     ready = [one for one in contenders if one.scorer is not None or not policies.describe(one.name).learned]
     for budget in tokens if ready else ():
@@ -87,8 +81,7 @@ def run(
     packed = documents.pack(texts, tokenizer, length)
     chosen = documents.in_turn(packed, count)
     contenders = _equipped(contenders, language_model, policy_names == "all")
-    if packed.skipped:
-        print(f"kvkeep: {len(packed.skipped)} documents have fewer than {length} tokens, skipped", file=sys.stderr)
+    common.tell_skipped(packed, length)
     settings = {"model": model, "documents_skipped": len(packed.skipped)}
     result = measured(language_model, chosen, contenders, tokens, length, seed, out, settings, recall)
     if out is not None:
@@ -136,7 +129,7 @@ def show(result: dict[str, Any]) -> None:
     console = common.output()
     console.print(table(result, console.width))
     closed = gaps(result["rows"])
-    if closed:
+    if any(record["kind"] == "all" for record in closed):
         console.print(gap_table(closed))
     console.print(LEGEND)
     held = recall_table(result)
@@ -167,14 +160,3 @@ def _texts(files: list[Path], kinds: str | None) -> list[Any]:
         if kind not in known:
             raise ValueError(f"no document is of kind {kind!r}; there are {', '.join(known)}")
     return [document for document in texts if wanted is None or document.kind in wanted]
-
-
-def _scorers(given: list[str]) -> dict[str, list[tuple[Any, str]]]:
-    scorers: dict[str, list[tuple[Any, str]]] = {}
-    for text in given:
-        name, equals, folder = text.partition("=")
-        if not equals or not name or not folder:
-            raise ValueError(f"--scorer takes NAME=DIR, not {text!r}")
-        policies.describe(name)
-        scorers.setdefault(name, []).append((kvkeep.load_scorer(folder), folder))
-    return scorers

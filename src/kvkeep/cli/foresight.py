@@ -53,6 +53,9 @@ FollowFlag = Annotated[
         "--follow", help="Of sft, and beside its own of dagger: whose evictions are labelled, golden's or a rule's."
     ),
 ]
+RestartFlag = Annotated[
+    bool, typer.Option("--restart", help="Of dagger: new weights on all traces, instead of those of --start.")
+]
 
 
 def job(
@@ -70,7 +73,8 @@ def job(
     """What to do with a model, documents and a place for the result.
 
     Args:
-        bounds, interval, window, at_rest: what ``--budgets`` means, split as `kvkeep evaluate` does.
+        bounds, interval, window, at_rest: what ``--budgets`` means, split as `kvkeep evaluate` does; a later stage has
+            the intervals of the scorer that it goes on from.
         preset, steps, stage, start, inputs: of the flags of these names.
         fitted: fields of the recipe, None where a flag was not given.
 
@@ -80,8 +84,11 @@ def job(
     features = None if inputs is None else INPUTS[inputs.value]
     settings = foresightkv.recipe(preset, steps, stage, features=features, window=window, **fitted)
     begun = start_from(stage, start)
-    parts = {"interval": interval, "window": settings.window if begun is None else begun.options["window"]}
-    budgets = [split_budget(foresightkv.METHOD, bound, at_rest, parts) for bound in bounds]
+    budgets = []
+    for bound in bounds:
+        known = {"window": settings.window} if begun is None else begun.parts_at(bound, at_rest)
+        parts = known | ({} if interval is None else {"interval": interval})
+        budgets.append(split_budget(foresightkv.METHOD, bound, at_rest, parts))
     return partial(run, budgets=budgets, settings=settings, stage=stage, start=begun)
 
 
@@ -106,14 +113,14 @@ def run(language_model: Any, packed: Sequence[Any], out: Path, **options: Any) -
         for where, prefix in (("the traces trained on", "train_"), ("held-out traces", "")):
             if f"{prefix}reward_gain" in found:
                 gain = found[f"{prefix}reward_gain"]
-                low_high = common.interval_over(found[f"{prefix}traces"], gain["interval"], "+.5f")
+                low_high = common.interval_over(found[f"{prefix}documents"], gain["interval"], "+.5f")
                 typer.echo(f"reward on {where} {gain['value']:+.5f}{low_high} over the scorer it began as")
     if "overlap" in found:
         value = {name: found[name]["value"] for name in ("overlap", "chance", "tau")}
-        low_high = common.interval_over(found["traces"], found["overlap"]["interval"], ".3f")
+        low_high = common.interval_over(found["documents"], found["overlap"]["interval"], ".3f")
         typer.echo(
             f"held-out overlap with golden {value['overlap']:.3f}{low_high} (by chance {value['chance']:.2f}), "
-            f"tau {value['tau']:.3f} over {found['traces']} traces"
+            f"tau {value['tau']:.3f} over {found['documents']} documents"
         )
     budgets = ", ".join(f"{budget.slots} ({budget.rest} at rest)" for budget in scorer.budgets)
     typer.echo(f"foresightkv scorer for budgets {budgets}, from {len(packed)} documents, in {out}")

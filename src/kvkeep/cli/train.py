@@ -69,6 +69,7 @@ def run(
     stage: foresight.StageFlag = None,
     inputs: foresight.InputsFlag = None,
     follow: foresight.FollowFlag = None,
+    restart: foresight.RestartFlag = False,
     rollout: foresight.RolloutFlag = None,
     group_size: foresight.GroupSizeFlag = None,
     reward: foresight.RewardFlag = None,
@@ -110,7 +111,7 @@ def run(
     timing = {"evaluate_every": evaluate_every}
     fitted = {"hidden": hidden, "loss": loss, "patience": patience} | timing
     if asked.foresees:
-        fitted |= {"lr": lr, "follow": follow, "head_reduce": group}
+        fitted |= {"lr": lr, "follow": follow, "head_reduce": group, "restart": restart}
         fitted |= {"rollout": rollout, "group": group_size, "variant": reward, "beta": beta}
         job = foresight.job(bounds, interval, window, at_rest, preset, steps, asked.stage, start, inputs, fitted)
     else:
@@ -130,6 +131,8 @@ def run(
         scorers.new(method, language_model.config, bounds)  # complains about budgets before anything slow
     whole = asked.tuned and packing != tune.Packing.cut
     packed = tune.whole(texts, tokenizer) if whole else documents.pack(texts, tokenizer, length)
+    if not whole:
+        common.tell_skipped(packed, length)
     options = {"seed": seed, "resume": resume, "base_model": model, "shards": shards, "half": half}
     options |= {"command": train_flags.recorded(context.obj)} | ({"tokenizer": tokenizer} if asked.tuned else {})
     job(language_model, documents.in_turn(packed, count), out, **options)

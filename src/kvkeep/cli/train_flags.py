@@ -75,11 +75,12 @@ RULES = (
     ),
     Rule("scorer train_scorer half", "a method that has a scorer", lambda asked: asked.scored),
     Rule(
-        "stage inputs follow interval window at_rest rollout group_size reward beta",
+        "stage inputs follow restart interval window at_rest rollout group_size reward beta",
         "foresightkv, which decides every interval",
         lambda asked: asked.foresees,
     ),
     Rule("rollout group_size reward beta", "--stage rl", lambda asked: asked.stage == "rl"),
+    Rule("restart", "--stage dagger", lambda asked: asked.stage == "dagger"),
     Rule("loss", "the stages before rl, which has a --reward", lambda asked: asked.stage != "rl"),
     Rule("shards follow", "the stages before rl, which reads no traces", lambda asked: asked.stage != "rl"),
     Rule(

@@ -42,8 +42,8 @@ def require_trainable(experiment: Experiment, model: PreTrainedModel, train: Tex
                 f"{len(train)} of {experiment.length} tokens"
             )
         recipe = variant.recipe(experiment.steps, experiment.calibrate_on)
-        options = {"features": recipe.features, "window": recipe.window} if variant.foreseeing else recipe.options
-        scorers.new(variant.method, model.config, [experiment.budget], hidden=recipe.hidden, **options)
+        options = ({} if variant.foreseeing else {"hidden": recipe.hidden}) | recipe.options
+        scorers.new(variant.method, model.config, [experiment.budget], **options)
 
 
 def place(experiment: Experiment, variant: Variant, seed: int, model: PreTrainedModel, train: Texts) -> str:

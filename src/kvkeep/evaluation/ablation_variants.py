@@ -12,6 +12,7 @@ from kvkeep.scorers.features import FeatureSpec
 from kvkeep.training import foresightkv, kvpop
 
 OTHERS = ("full", "streaming", "tova", "h2o_decayed", "future_mass")  # no eviction, rules, an oracle
+POWERS = {"value_power": 0.0, "age_power": 0.0}  # of a ForesightKV scorer that is what its network says
 AT_INTERVALS = ("full", "streaming", "tova", "h2o_decayed", "snapkv", "rkv", "golden")  # the same for ForesightKV
 
 
@@ -38,7 +39,7 @@ class Variant:
 
     def supervised(self) -> Variant:
         """What a later stage of ForesightKV goes on from; reinforcement has a schedule of its own."""
-        mine = ("preset", "features", "hidden") if self.stage == "rl" else tuple(self.overrides)
+        mine = ("preset", "features", "hidden", *POWERS) if self.stage == "rl" else tuple(self.overrides)
         return replace(
             self, stage="sft", overrides={part: self.overrides[part] for part in mine if part in self.overrides}
         )
@@ -59,7 +60,10 @@ class Variant:
 
     def parts(self) -> dict[str, Any]:
         """All that it is made of, flat; ``documents`` None = all."""
-        recipe = asdict(self.recipe())
+        made = self.recipe()
+        recipe = asdict(made)
+        if self.foreseeing:  # of what is not read there is no power
+            recipe |= {power: made.options[power] for power in POWERS}
         schedules = {"schedule": recipe.pop("schedule"), "reinforcement": recipe.pop("reinforcement", {})}
         inner = (
             schedules["reinforcement" if self.stage == "rl" else "schedule"]
@@ -117,7 +121,7 @@ def _foresight(name: str, *, policy: Mapping[str, Any] | None = None, stage: str
     return Variant(name, overrides, foresightkv.METHOD, stage=stage, policy=policy or {})
 
 
-FEW = {"steps": 20, "batch": 2, "group": 4}  # of reinforcement, on a CPU
+FEW = {"steps": 20, "batch": 2, "group": 4, "lr": 3e-3, "compare_on": 2}  # of reinforcement, on a CPU
 KV_ONLY = FeatureSpec(windows=(), cumulative=False, decay=None)
 FORESIGHT = tuple(
     Experiment(*asked, others=AT_INTERVALS)
@@ -132,6 +136,7 @@ FORESIGHT = tuple(
                 _foresight("window 32", window=32),
                 _foresight("no log, no age", features=FeatureSpec.paper()),
                 _foresight("no age", features=FeatureSpec(normalize="log")),
+                _foresight("no power of value or age", **POWERS),
                 _foresight("hidden 16", hidden=16),
                 _foresight("ranking loss", loss="ranking"),
             ),
@@ -146,9 +151,9 @@ FORESIGHT = tuple(
             "ForesightKV: does the scorer need keys and values, the attention received, or both? (The paper's table of "
             "inputs.)",
             (
-                _foresight("both"),
-                _foresight("attention only", features=FeatureSpec(kv=False, age=True, normalize="log")),
-                _foresight("keys and values only", features=KV_ONLY),
+                _foresight("both", **POWERS),
+                _foresight("attention only", features=FeatureSpec(kv=False, age=True, normalize="log"), **POWERS),
+                _foresight("keys and values only", features=KV_ONLY, **POWERS),
             ),
         ),
         (
@@ -164,7 +169,12 @@ FORESIGHT = tuple(
         (
             "foresight-stages",
             "ForesightKV: what do later stages add to the supervised scorer?",
-            (_foresight("sft"), _foresight("dagger", stage="dagger"), _foresight("rl", stage="rl", **FEW)),
+            (
+                _foresight("sft"),
+                _foresight("dagger", stage="dagger"),
+                _foresight("dagger, new weights", stage="dagger", restart=True),
+                _foresight("rl", stage="rl", **FEW),
+            ),
         ),
         (
             "foresight-rewards",

@@ -14,6 +14,7 @@ from kvkeep.budget import Budget
 from kvkeep.policies.base import Policy
 
 NONE: Mapping[str, Any] = MappingProxyType({})
+PARTS = ("sinks", "window", "interval")  # of a budget, which a policy may have its own of in a comparison
 
 
 def split_budget(
@@ -97,7 +98,8 @@ class Contender:
         """A fresh policy at a budget of `tokens`."""
         parts = dict(self.overrides)
         if policies.describe(self.name).learned and self.scorer is not None:
-            parts = self.scorer.parts | {part: size for part, size in parts.items() if size is not None}
+            given = {part: size for part, size in parts.items() if size is not None}
+            parts = self.scorer.parts_at(tokens, self.at_rest) | given
         budget = split_budget(self.name, tokens, self.at_rest, parts)
         return policies.create(self.name, budget, scorer=self.scorer, **self.options)
 
@@ -132,8 +134,8 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    if text in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text]
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
     for number in (int, float):
         try:
             return number(text)
@@ -153,7 +155,8 @@ def line_up(
 
     Args:
         names: registered policies, each once; options of their own after colons, like ``golden:lookahead=1`` or
-            ``snapkv:observation=16:kernel=5``, and the same policy may stand there with other options.
+            ``snapkv:observation=16:kernel=5``, and the same policy may stand there with other options. Parts of the
+            budget are written alike, ``h2o:interval=16``, and go before those of `overrides`.
         seed: for those that draw.
         at_rest: see `split_budget`.
         overrides: sinks and window go to every policy, interval to attention policies.
@@ -171,12 +174,12 @@ def line_up(
     for text, name, options in named:
         method = policies.describe(name)
         draws = "seed" in inspect.signature(method.__init__).parameters
-        parts = {} if method.kind == "full" else {"sinks": overrides.get("sinks"), "window": overrides.get("window")}
-        if method.kind == "attention":
-            parts["interval"] = overrides.get("interval")
+        shared = {"full": (), "entry": PARTS[:2], "attention": PARTS}[method.kind]
+        parts = {part: overrides.get(part) for part in shared}
+        parts |= {part: options.pop(part) for part in PARTS if part in options and method.kind != "full"}
         plain = Contender(
             name,
-            label=text if options else None,
+            label=text if ":" in text else None,
             options=({"seed": seed} if draws else {}) | options,
             overrides=parts,
             at_rest=at_rest,

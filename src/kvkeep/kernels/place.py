@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ def replace_lowest(
 
         replace_lowest_triton(*store, new_keys, new_values, sinks, window)
         return True
-    return compiled("replace_lowest")(*map(raw, store), raw(new_keys), raw(new_values), sinks, window)
+    return compiled("places.replace_lowest")(*map(raw, store), raw(new_keys), raw(new_values), sinks, window)
 
 
 def replace_lowest_reference(
@@ -74,7 +75,7 @@ def replace_lowest_reference(
 
 
 class Loop(NamedTuple):
-    """One of :mod:`kvkeep.kernels.loops` by name, and what it takes after the arguments that they have in common.
+    """One of :mod:`kvkeep.kernels.loops` as "file.name", and what it takes after the arguments they have in common.
 
     ``ahead`` says that it also wants to know how far the tokens in the window have been scored.
     """
@@ -86,10 +87,9 @@ class Loop(NamedTuple):
 
 @functools.cache
 def compiled(name: str) -> Callable:
-    """One of :mod:`kvkeep.kernels.loops`."""
-    from kvkeep.kernels import loops  # here: imports numba
-
-    return getattr(loops, name)
+    """One of :mod:`kvkeep.kernels.loops` as "file.name"."""
+    file, loop = name.split(".")
+    return getattr(import_module(f"kvkeep.kernels.loops.{file}"), loop)  # here: imports numba
 
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16}  # what numpy has no type for, or numba no arithmetic

@@ -13,6 +13,7 @@ from kvkeep.policies.full import Full
 from kvkeep.policies.future_mass import FutureMass
 from kvkeep.policies.golden import Golden
 from kvkeep.policies.h2o import H2O, DecayedH2O
+from kvkeep.policies.keydiff import KeyDiff
 from kvkeep.policies.kvpop import KVpop
 from kvkeep.policies.kvpop_mlp import KVpopMLP
 from kvkeep.policies.learned import Learned
@@ -22,7 +23,7 @@ from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.streaming import Streaming
 from kvkeep.policies.tova import Tova
 
-_RULES = (Full, Random, Streaming, Tova, H2O, DecayedH2O, SnapKV, RKV, ExpectedAttention)
+_RULES = (Full, Random, Streaming, Tova, H2O, DecayedH2O, SnapKV, RKV, ExpectedAttention, KeyDiff)
 _METHODS = (*_RULES, KVpopMLP, KVpop, ForesightKV, Golden, FutureMass)
 REGISTRY: dict[str, type[Policy]] = {method.name: method for method in _METHODS}
 
@@ -106,7 +107,7 @@ def create(name: str, budget_or_slots: Budget | int | None = None, scorer=None, 
         raise ValueError(f"policy {name!r} needs a budget: a kvkeep.Budget or a number of slots")
     split = budget_or_slots if isinstance(budget_or_slots, Budget) else None
     if split is None and budget_or_slots is not None:
-        split = budget(name, budget_or_slots, **(scorer.parts if method.learned else {}))
+        split = budget(name, budget_or_slots, **(scorer.parts_at(budget_or_slots) if method.learned else {}))
     if protect is not None and split is not None:
         split = replace(split, window=protect, topk=split.topk + split.window - protect)
     _check_kind(method, split)

@@ -55,7 +55,10 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layer a policy works in: index, KV heads, query heads per KV head (group), head size, logit scaling."""
+    """The layer a policy works in: index, KV heads, query heads per KV head (group), head size, logit scaling.
+
+    ``first_head`` is the index of its first KV head among the model's, above 0 where a layer is spread over devices.
+    """
 
     layer: int
     kv_heads: int
@@ -63,6 +66,7 @@ class Geometry:
     head_dim: int
     scaling: float
     rotary: Rotary | None = None
+    first_head: int = 0
 
 
 def split_slots(slots: int, sinks: int, window: int, interval: int) -> Budget:
@@ -142,6 +146,9 @@ class EntryPolicy(Policy):
     """Decides before query q attends: scores the token that has just left the window, keeps the best ``topk``."""
 
     kind = "entry"
+    judges_alone: ClassVar[bool] = False
+    """Whether a priority depends on the leaving pair and its position alone: it may then be asked for before the token
+    leaves, with any entering pair."""
 
     @classmethod
     def default_budget(cls, slots: int, **overrides: int) -> Budget:
@@ -157,7 +164,7 @@ class EntryPolicy(Policy):
         raise NotImplementedError
 
     def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop | None:
-        """``priority`` and what follows from it, for one token on the CPU, as a compiled loop; None where there is none.
+        """``priority`` and what follows from it, for one token on the CPU, as a compiled loop; None = there is none.
 
         Asked for when a sequence begins, after :meth:`new_memory`; ``dtype`` is that of priorities.
         """

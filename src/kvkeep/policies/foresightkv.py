@@ -13,7 +13,7 @@ from kvkeep.budget import Budget
 from kvkeep.kernels.place import Loop
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Memory, Observation, Statistic
 from kvkeep.policies.learned import Learned
-from kvkeep.policies.random import logical_shift, mix
+from kvkeep.policies.random import logical_shift, mix, require_seed
 from kvkeep.scorers import Scorer
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.slots import lowest
@@ -53,13 +53,13 @@ class Watching(AttentionPolicy):
         )
 
     def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
-        ranges = self._features.counting(self.budget.interval, self._ring)
+        ranges = self._features.counting(statistics, self.budget.interval)
         others = statistics.keys() - ranges.keys() - {"watched"}  # extremes, and what a subclass adds
         if others or not ranges or type(self).observe is not Watching.observe:
             return None
         sums = tuple(statistics[name] for name in ranges)
         watched = statistics.get("watched", sums[0][:, :, :0, 0])
-        return Loop("count_sums", (sums, watched, np.array(list(ranges.values()))))
+        return Loop("counts.count_sums", (sums, watched, np.array(list(ranges.values()))))
 
 
 class ForesightKV(Learned, Watching):
@@ -96,8 +96,10 @@ class ForesightKV(Learned, Watching):
         super().__init__(budget, scorer)
         if evict not in ("topk", "sample") or sums not in ("running", "ring"):
             raise ValueError(f"evict is 'topk' or 'sample' and sums 'running' or 'ring', not {evict!r} and {sums!r}")
-        if pool is not None and pool < 1:
-            raise ValueError(f"the pool is at least 1 times what goes, or None for all candidates, not {pool}")
+        if pool is not None and (not isinstance(pool, int) or pool < 1):
+            raise ValueError(f"the pool is 1 or more times what goes, or None for all candidates, not {pool!r}")
+        for each in seed if isinstance(seed, list | tuple) else (seed,):
+            require_seed(each)
         self.evict, self.pool, self.seed, self.sums = evict, pool, seed, sums
         self._ring = sums == "ring"
         self._features = next(iter(scorer.layers.values())).features
@@ -157,13 +159,14 @@ class ForesightKV(Learned, Watching):
         size = available if self.pool is None else min(self.pool * held.count, available)
         pool = lowest(scores, held.positions, held.candidates, size)
         logits = -scores.double().gather(-1, pool)
-        noise = gumbel(held.memory["seed"], held.geometry.layer, held.positions.gather(-1, pool), held.query_index)
+        positions, geometry = held.positions.gather(-1, pool), held.geometry
+        noise = gumbel(held.memory["seed"], geometry.layer, positions, held.query_index, geometry.first_head)
         return Drawn(pool.gather(-1, (logits + noise).topk(held.count, -1).indices), pool)
 
 
-def gumbel(seeds: Tensor, layer: int, positions: Tensor, query: int) -> Tensor:
+def gumbel(seeds: Tensor, layer: int, positions: Tensor, query: int, first_head: int = 0) -> Tensor:
     """Float64 noise ``[B, H, n]`` from a hash of seed ``[B]``, layer, head, position ``[B, H, n]`` and query."""
-    head = torch.arange(positions.shape[1], device=positions.device)
+    head = first_head + torch.arange(positions.shape[1], device=positions.device)
     stream = mix(mix(mix(seeds) + layer)[:, None] + head)  # [B, H]
     bits = mix(mix(stream + query)[..., None] + positions)
     uniform = logical_shift(bits, 11).double() / 2.0**53

@@ -21,7 +21,7 @@ class Golden(AttentionPolicy):
         labels: "full" = attention of one dense pass of the unevicted model; "own" = of the layer's queries and keys as
             eviction in the layers below has left them.
         lookahead: how many blocks it may see, 1 = the "next-block oracle"; None = all.
-        head_reduce: "mean" or "max" over the query heads of the group.
+        head_reduce: "mean" or "max" over the query heads of the group, of the means over a block.
         partial: how a last, shorter block counts: "mean" over its queries, or "zero_pad" as in the released code.
 
     Raises:

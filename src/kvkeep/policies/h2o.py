@@ -24,7 +24,7 @@ class H2O(AttentionPolicy):
         seen.statistics["received"].add_(seen.probabilities.mean(2).sum(2))
 
     def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
-        return Loop("count_mean", (statistics["received"],)) if type(self).observe is H2O.observe else None
+        return Loop("counts.count_mean", (statistics["received"],)) if type(self).observe is H2O.observe else None
 
     def keep_scores(self, held: Held) -> Tensor:
         return held.statistics["received"]

@@ -14,4 +14,5 @@ class KVpopMLP(LearnedEntry):
     """
 
     name = "kvpop_mlp"
+    judges_alone = True
     paper = "arXiv 2607.05061"

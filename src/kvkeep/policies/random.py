@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,36 +19,48 @@ class Random(EntryPolicy):
 
     Args:
         seed: any integer.
+
+    Raises:
+        ValueError: for another seed.
     """
 
     name = "random"
+    judges_alone = True
 
     def __init__(self, budget: Budget, seed: int = 0):
         super().__init__(budget)
+        require_seed(seed)
         self.seed = seed
         self._bits = (seed + 2**63) % 2**64 - 2**63  # as a signed 64-bit number
-        self._streams: dict[tuple[int, torch.device], Tensor] = {}
+        self._streams: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def new_memory(self, geometry: Geometry, batch: int, device: torch.device, dtype: torch.dtype) -> Memory:
-        self._streams[geometry.layer, device] = self.streams(geometry, device)
+        self._streams[geometry.layer, geometry.first_head, device] = self.streams(geometry, device)
         return {}
 
     def priority(self, step: Step) -> Tensor:
-        streams = self._streams[step.geometry.layer, step.positions.device]
+        geometry = step.geometry
+        streams = self._streams[geometry.layer, geometry.first_head, step.positions.device]
         return uniform(streams[None, :, None] + step.positions[:, None])
 
     def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop:
-        return Loop("replace_lowest_at_random", (self.streams(geometry, torch.device("cpu")).numpy(),))
+        return Loop("scores.replace_lowest_at_random", (self.streams(geometry, torch.device("cpu")).numpy(),))
 
     def streams(self, geometry: Geometry, device: torch.device) -> Tensor:
         """Where the draws of a layer's heads begin, int64 ``[H]``."""
-        head = torch.arange(geometry.kv_heads)
+        head = geometry.first_head + torch.arange(geometry.kv_heads)
         return mix(mix(mix(torch.tensor(self._bits)) + geometry.layer) + head).to(device)
 
 
 def uniform(state: Tensor) -> Tensor:
     """A number in [0, 1) for every int64, float32."""
     return (mix(state) & 0xFFFFFF).float() / 2**24
+
+
+def require_seed(seed: Any) -> None:
+    """Raise ValueError for a seed that is no integer."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"a seed is an integer, not {seed!r}")
 
 
 def mix(state: Tensor) -> Tensor:

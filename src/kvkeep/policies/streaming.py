@@ -17,6 +17,7 @@ class Streaming(EntryPolicy):
     """
 
     name = "streaming"
+    judges_alone = True
     paper = "arXiv 2309.17453"
 
     def priority(self, step: Step) -> Tensor:
@@ -24,4 +25,4 @@ class Streaming(EntryPolicy):
         return keys.new_zeros(keys.shape[:3])
 
     def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop:
-        return Loop("replace_lowest")  # all are 0 from the start
+        return Loop("places.replace_lowest")  # all are 0 from the start

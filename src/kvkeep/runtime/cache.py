@@ -240,7 +240,7 @@ class EvictingLayer(CacheLayerMixin):
     def fill(self, query: Tensor, keys: Tensor, values: Tensor, columns: int) -> None:
         """Pretend that ``columns`` tokens have been seen of which the given pairs are held: benchmarks only."""
         self._start(keys, values, query.shape[1], None)
-        self.residency.start_at(columns - keys.shape[2])
+        self.residency.start_at([columns - keys.shape[2]] * keys.shape[0])
         self.residency.advance(query, keys, values)
 
     def _update_under_stock_attention(self, keys: Tensor, values: Tensor, keywords: dict | None):
@@ -249,7 +249,7 @@ class EvictingLayer(CacheLayerMixin):
         count, columns, slots = keys.shape[2], self.columns, self.policy.budget.slots
         self._start(keys, values, None, None)
         pads = None
-        if count > 1 or min(self.residency.slots.held) <= 1:  # position 0 is a first token, or padding: the next one tells
+        if count > 1 or min(self.residency.slots.held) <= 1:  # position 0: a first token or padding, the next tells
             pads = self._new_pads(self._padding_from_positions(keys, keywords), count)
             self.lead += pads[0]
         if count > 1:

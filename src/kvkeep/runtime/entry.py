@@ -139,7 +139,11 @@ class EntryResidency(Residency):
         return priority
 
     def priority(self, entering: tuple, leaving: tuple, positions: Tensor) -> Tensor:
-        """The policy's priorities ``[B, H, n]`` of the leaving tokens; its memory is written in place if all is well."""
+        """The policy's priorities ``[B, H, n]`` of the leaving tokens; if all is well, its memory is written in place.
+
+        Raises:
+            NotFinite: naming layer and position.
+        """
         memory = dict(self.memory)
         with torch.no_grad():
             priority = self.policy.priority(Step(self.geometry, entering, leaving, positions, memory)).to(self.wide)

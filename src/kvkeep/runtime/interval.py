@@ -8,6 +8,7 @@ blocks that end there, and a block of one query is the same code as a block of m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 
 import torch
@@ -24,7 +25,7 @@ class IntervalResidency(Residency):
     """See the module's docstring.
 
     Attributes:
-        alike: whether all rows are at one position, and always were.
+        alike: see :meth:`in_step`.
         counted: what ``clock`` says, on the host, which must know when an interval ends.
         recent: ``[B, H, G, r, D]``, the query at position p for the newest r, at ``p % r``, if the policy asks for any.
         dense: hold a whole piece of many tokens while it attends, and prune once after it.
@@ -88,13 +89,13 @@ class IntervalResidency(Residency):
 
     @cached_property
     def bound(self) -> tuple:
-        """The loop that appends and its first arguments; the policy's that counts, with its own, or None; packed slots."""
+        """The loop that appends, its first arguments; the policy's that counts, with its own, or None; packed slots."""
         slots = self.slots
         recent = slots.keys.new_empty(*slots.keys.shape[:2], 0, 0, 0) if self.recent is None else self.recent
         arrays = tuple(map(raw, (slots.keys, slots.values, slots.positions, recent, self.clock)))
         watch = self.policy.counting({name: raw(extra) for name, extra in slots.extras.items()})
         watch = None if watch is None else (compiled(watch.name), watch.arguments)
-        return compiled("append"), arrays, watch, slots.keys.flatten(0, 1), slots.values.flatten(0, 1)
+        return compiled("places.append"), arrays, watch, slots.keys.flatten(0, 1), slots.values.flatten(0, 1)
 
     def ingest(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, outputs, start = keys.shape[2], [], 0
@@ -240,18 +241,23 @@ class IntervalResidency(Residency):
         super().pass_on(count)
         self.counted = [counted + count for counted in self.counted]
 
-    def start_at(self, position: int) -> None:
-        super().start_at(position)
-        self.counted = [position] * len(self.counted)
+    def start_at(self, seen: Sequence[int]) -> None:
+        super().start_at(seen)
+        self.counted = list(seen)
+        self.alike = self.in_step()
 
     def select(self, rows: Tensor) -> IntervalResidency:
         part = super().select(rows)
         part.counted = [self.counted[row] for row in rows.tolist()]
-        part.alike = len(set(part.counted)) == 1 and part.slots.uniform
+        part.alike = part.in_step()
         return part
 
     def assign(self, rows: Tensor, part: IntervalResidency) -> None:
         super().assign(rows, part)
         for row, counted in zip(rows.tolist(), part.counted, strict=True):
             self.counted[row] = counted
-        self.alike = len(set(self.counted)) == 1 and self.slots.uniform and self.slots.tidy
+        self.alike = self.in_step()
+
+    def in_step(self) -> bool:
+        """Whether all rows are at one position, in slots that are all free in the same way."""
+        return len(set(self.counted)) == 1 and self.slots.uniform and self.slots.tidy

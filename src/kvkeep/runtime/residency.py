@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,9 +60,10 @@ class Residency(ABC):
         """How many tokens each row has had; on an accelerator this waits for it."""
         return self.clock.tolist()
 
-    def start_at(self, position: int) -> None:
-        """Pretend that so many tokens have been seen and forgotten: benchmarks only."""
-        self.clock.fill_(position)
+    def start_at(self, seen: Sequence[int]) -> None:
+        """Let every row have had so many tokens, whatever the slots hold."""
+        self.clock = torch.tensor(seen, device=self.clock.device)
+        self.unbind()
 
     def advance(self, query: Tensor | None, keys: Tensor, values: Tensor, pads: list[int] | None = None):
         """Take in n new columns and attend.

@@ -254,6 +254,15 @@ class Scorer(nn.Module):
         layer = self.layer(self.geometry[0].index)
         return {"state_entries": self.state_entries} | layer.parts(layer.options)
 
+    def parts_at(self, tokens: int, at_rest: bool = False) -> dict[str, int]:
+        """The same for a number of slots, with the interval of a budget of as many that it was trained for.
+
+        Args:
+            tokens: slots, or with ``at_rest`` the tokens held after an eviction.
+        """
+        trained = [one.interval for one in self.budgets if (one.rest if at_rest else one.slots) == tokens]
+        return self.parts | ({"interval": trained[0]} if any(trained[:1]) else {})
+
     @property
     def stateful(self) -> bool:
         """Whether a score depends on the tokens before it, so that sequences have to be read whole."""

@@ -152,10 +152,10 @@ def _factors(decay: Mapping[str, Any]) -> str:
 def _rows(name: str, metric: Any, documents: int) -> list[str]:
     """One row a number; what is grouped in a mapping is named after the group too.
 
-    ``documents``, or traces, are those that the intervals of a group are taken over, where it says so.
+    ``documents`` are those that the intervals of a group are taken over, where it says so.
     """
     if isinstance(metric, Mapping) and "value" not in metric:
-        counted = metric.get("documents", metric.get("traces", documents))
+        counted = metric.get("documents", documents)
         documents = counted if isinstance(counted, int) else documents
         prefix = f"{name}: " if name else ""
         return [row for part, value in metric.items() for row in _rows(f"{prefix}{part}", value, documents)]

@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -262,15 +262,21 @@ def _described(record: dict[str, Any], where: str) -> Scorer:
 
 
 def _require_fields(found: Any, wanted: Any, where: str = "") -> None:
-    """Raise ValueError where JSON is not made of these fields; see ``FIELDS``. A dataclass has no others either."""
+    """Raise ValueError where JSON is not made of these fields; see ``FIELDS``. A dataclass has no others either.
+
+    Those of a dataclass that are marked ``later`` came after checkpoints without them, and have a default for these.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"{where.removesuffix('.')} must be an object, not {_brief(found)}")
     types = get_type_hints(wanted) if is_dataclass(wanted) else wanted
+    later = {each.name for each in fields(wanted) if each.metadata.get("later")} if is_dataclass(wanted) else ()
     unknown = set(found) - set(types) if is_dataclass(wanted) else ()
     if unknown:
         raise ValueError(f"{where.removesuffix('.')} has an unknown {_brief(min(unknown))}")
     for name, kind in types.items():
         field = where + name
+        if name not in found and name in later:
+            continue
         if name not in found:
             raise ValueError(f"{field} is missing")
         if isinstance(kind, list):

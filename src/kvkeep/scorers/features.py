@@ -14,7 +14,7 @@ last L queries instead, exactly, since nothing is evicted in between. Either way
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -138,15 +138,15 @@ class FeatureSpec:
             kept |= {"decayed": ((group,), 0.0), "watched": ((), 0.0)}
         return kept
 
-    def counting(self, interval: int, ring: bool = False) -> dict[str, tuple[int, int]]:
-        """Name -> the fewest and the most queries until the next eviction at which a query counts in a sum.
+    def counting(self, kept: Container[str], interval: int) -> dict[str, tuple[int, int]]:
+        """The fewest and the most queries until the next eviction at which a query counts, for each sum that is kept.
 
         Where the whole interval has a sum, those that go on for longer get it from there when the interval ends.
         """
-        sums = {} if ring else {name: (1, interval if n == "L" else min(n, interval)) for name, n in self.sums().items()}
-        longer = (interval + 1 if "last_L" in sums else 1, sys.maxsize)
-        always = [name for name, kept in (("cumulative", self.cumulative), ("decayed", self.decay is not None)) if kept]
-        return sums | dict.fromkeys(always, longer)
+        ranges = {name: (1, interval if width == "L" else min(width, interval)) for name, width in self.sums().items()}
+        longer = (interval + 1 if "last_L" in kept else 1, sys.maxsize)
+        ranges |= dict.fromkeys(("cumulative", "decayed"), longer)
+        return {name: counts for name, counts in ranges.items() if name in kept}
 
     def end(self, kept: Mapping[str, Tensor]) -> None:
         """An interval is over: what it has counted belongs to the longer sums too."""
@@ -182,10 +182,9 @@ class FeatureSpec:
             interval: L.
         """
         total = probabilities.sum(3).transpose(2, 3)  # [B, H, N, G]
-        for name, (first, last) in self.counting(interval).items():
-            if name in kept:
-                counts = (until >= first) & (until <= last)  # [B, n]
-                kept[name].add_(_over(probabilities, counts, total))
+        for name, (first, last) in self.counting(kept, interval).items():
+            counts = (until >= first) & (until <= last)  # [B, n]
+            kept[name].add_(_over(probabilities, counts, total))
         if "watched" in kept:
             kept["watched"].add_((held[:, :, None] <= queries[:, None, :, None]).sum(2))
         if "most" in kept:

@@ -14,6 +14,7 @@ from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, full_pre
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.scorers.layout import LayerShape
 
+SMALLEST = 1e-6  # norm of a value whose log is taken
 INITIAL = 0.02  # deviation of weights and biases, the initializer range of the released code
 
 
@@ -25,14 +26,19 @@ class ForesightOptions:
         hidden: width; the paper's is 16.
         features: what it reads, a :class:`~kvkeep.scorers.features.FeatureSpec` or its JSON.
         window: newest tokens that may not go; None = an interval, the paper's.
+        value_power, age_power: what the keep score adds to the attention foreseen, see :meth:`Foresight.keep`; 0, the
+            paper's, adds nothing.
 
     Raises:
-        ScorerError: for a width below 1, a window below 0, or features that this version does not have.
+        ScorerError: for a width or window out of range, features that this version does not have, or a power of what
+            is not among the features.
     """
 
     hidden: int = 16
     features: FeatureSpec = field(default_factory=FeatureSpec)
     window: int | None = None
+    value_power: float = field(default=0.0, metadata={"later": True})
+    age_power: float = field(default=0.0, metadata={"later": True})
 
     def __post_init__(self) -> None:
         if self.hidden < 1:
@@ -43,6 +49,9 @@ class ForesightOptions:
             object.__setattr__(self, "features", FeatureSpec.from_json(self.features))
         if not isinstance(self.features, FeatureSpec):
             raise ScorerError(f"features must be a FeatureSpec, not a {type(self.features).__name__}")
+        for power, feature, has in (("value_power", "kv", self.features.kv), ("age_power", "age", self.features.age)):
+            if getattr(self, power) and not has:
+                raise ScorerError(f"{power} {getattr(self, power)} needs {feature} among the features")
 
 
 class Foresight(LayerScorer):
@@ -59,6 +68,7 @@ class Foresight(LayerScorer):
     def __init__(self, shape: LayerShape, options: ForesightOptions, generator: torch.Generator):
         super().__init__(shape, options, generator)
         heads, inputs = shape.kv_heads, self.inputs(shape, options)
+        self.statistics = options.features.statistics * (shape.query_heads // shape.kv_heads)
         self.w1 = drawn(generator, heads, inputs, options.hidden, std=INITIAL)
         self.b1 = drawn(generator, heads, options.hidden, std=INITIAL)
         self.w2 = drawn(generator, heads, options.hidden, 1, std=INITIAL)
@@ -89,16 +99,32 @@ class Foresight(LayerScorer):
         hidden = gelu(per_head(leaving, self.w1, self.b1))  # [B, H, n, hidden]
         return per_head(hidden, self.w2, self.b2)[..., 0]
 
-    def keep(self, features: Tensor) -> Tensor:
-        """Keep scores ``[B, H, n]`` of tokens with features ``[B, H, n, width]``, see :meth:`FeatureSpec.build`.
+    def foreseen(self, features: Tensor) -> Tensor:
+        """What the network says ``[B, H, n]`` of tokens with features ``[B, H, n, width]``.
 
-        Without gradients the weights are standardised instead of the features, which are many more numbers.
+        A log of future attention, or with the ranking loss a number that ranks it; for the features see
+        :meth:`~kvkeep.scorers.features.FeatureSpec.build`. Without gradients the weights are standardised instead of
+        the features, which are many more numbers.
         """
         if torch.is_grad_enabled():
             return self.score((features,), (features,), {})
         with full_precision(features.device):
-            scale = self.input_std.to(features.dtype).reciprocal()
-            w1 = self.w1.to(features.dtype) * scale[..., None]
-            b1 = self.b1.to(features.dtype) - ((self.input_mean * scale)[:, None] @ self.w1.to(features.dtype))[:, 0]
-            raw = per_head(gelu(per_head(features, w1, b1)), self.w2, self.b2)[..., 0]
-            return (raw - self.score_mean.to(raw.dtype)[:, None]) / self.score_std.to(raw.dtype)[:, None]
+            wide = torch.promote_types(features.dtype, self.w1.dtype)
+            scale = self.input_std.to(wide).reciprocal()  # [H, width]
+            w1 = self.w1.to(wide) * scale[..., None]
+            b1 = self.b1.to(wide) - (self.input_mean.to(wide)[:, None] @ w1)[:, 0]
+            raw = per_head(gelu(per_head(features.to(wide), w1, b1)), self.w2, self.b2)[..., 0]
+            return (raw - self.score_mean.to(wide)[:, None]) / self.score_std.to(wide)[:, None]
+
+    def keep(self, features: Tensor) -> Tensor:
+        """Keep scores ``[B, H, n]``: ``phi + value_power log |v| - age_power log(1 + age)``.
+
+        What is lost with a token is its attention times its value, so that a small value is worth less; and of two
+        tokens of equal future attention the one is worth more that gets it sooner, since there will be other evictions.
+        """
+        keep, options = self.foreseen(features), self.options
+        if options.value_power:
+            size = (features.shape[-1] - options.features.age - self.statistics) // 2
+            values = features[..., size : 2 * size].to(keep.dtype)
+            keep = keep + options.value_power * values.norm(dim=-1).clamp(min=SMALLEST).log()
+        return keep - options.age_power * features[..., -1].to(keep.dtype) if options.age_power else keep

@@ -58,4 +58,5 @@ class MLP(LayerScorer):
 
     def loop(self, decay: Tensor, decay_step: int, dtype: torch.dtype) -> Loop:
         weights = self.packed(dtype, self.w1, self.b1, self.w2, self.b2, self.score_mean, self.score_std, decay)
-        return Loop("replace_lowest_by_mlp", (weights, self.w1.shape[-1], decay_step, self.shape.index), ahead=True)
+        arguments = weights, self.w1.shape[-1], decay_step, self.shape.index
+        return Loop("scores.replace_lowest_by_mlp", arguments, ahead=True)

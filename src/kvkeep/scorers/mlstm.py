@@ -159,7 +159,8 @@ class MLSTM(LayerScorer):
         readout = self.w1, self.b1, self.w2, self.b2, self.score_mean, self.score_std
         weights = self.packed(dtype, *memory, *readout, decay)
         widths = options.features, self.w1.shape[-1], options.value_dim is not None
-        return Loop("replace_lowest_by_mlstm", (weights, *widths, options.normaliser == "ratio", LEAST, decay_step))
+        arguments = weights, *widths, options.normaliser == "ratio", LEAST, decay_step
+        return Loop("scores.replace_lowest_by_mlstm", arguments)
 
     @torch.no_grad()
     def start_from(self, other: LayerScorer) -> None:

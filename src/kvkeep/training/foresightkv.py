@@ -11,7 +11,7 @@ Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
                    a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
     ``best``       the default: along the evictions of ``h2o_decayed``; all but the 8 newest may go; statistics on a log
-                   scale and the age, 64 hidden units, the expected alpha.
+                   scale and the age, 64 hidden units, the expected alpha, weighed by the value and the age.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
 
@@ -55,6 +55,10 @@ class Recipe:
             "golden", the paper's, or an attention policy without a scorer.
         window: newest tokens that may not go; None = an interval, the paper's.
         head_reduce: of the query heads of a group in golden's labels: "mean", the paper's, or "max".
+        value_power, age_power: of :meth:`kvkeep.scorers.foresight.Foresight.keep`, where such a feature is read; the
+            paper's are 0.
+        restart: whether "dagger" begins with new weights, as the algorithm of that name does, instead of going on with
+            those of the scorer whose states it adds.
 
     Raises:
         ValueError: for a policy that cannot be followed, or another reduction.
@@ -70,11 +74,20 @@ class Recipe:
     follow: str = "h2o_decayed"
     window: int | None = 8
     head_reduce: str = "mean"
+    value_power: float = 0.5
+    age_power: float = 0.2
+    restart: bool = False
 
     def __post_init__(self):
         require_followed(self.follow)
         if self.head_reduce not in ("mean", "max"):
             raise ValueError(f"the group of a foresightkv scorer is mean or max, not {self.head_reduce!r}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the scorer, without powers of what it does not read."""
+        powers = {"value_power": self.value_power * self.features.kv, "age_power": self.age_power * self.features.age}
+        return {"hidden": self.hidden, "features": self.features, "window": self.window} | powers
 
 
 PRESETS = {
@@ -86,6 +99,8 @@ PRESETS = {
         features=FeatureSpec.paper(),
         follow="golden",
         window=None,
+        value_power=0.0,
+        age_power=0.0,
     ),
     "mini": Recipe(
         preset="mini",
@@ -174,6 +189,9 @@ def train(
             else "stage 'sft' starts from nothing, so it takes no scorer"
         )
     scorer = _fresh(model, budgets, settings, seed, start)
+    begins = start is None or (stage == "dagger" and settings.restart)
+    if start is not None and not begins:
+        scorer.load_state_dict(start.state_dict())
     require_long_enough(documents, max(budget.slots for budget in scorer.budgets))
     record = {
         "method": METHOD,
@@ -192,7 +210,9 @@ def train(
     shared = {"resume": resume, "seed": seed, "progress": progress}
     if stage == "rl":
         rl = reinforce.Reinforce(model, scorer, documents[:cut], documents[cut:], settings.reinforcement, run, **shared)
-        found, steps, counted = rl.run(), rl.step, {"traces": len(rl.held_out), "train_traces": len(rl.train)}
+        found, steps = rl.run(), rl.step
+        compared = len({task.document for task in rl.train[: settings.reinforcement.compare_on]})
+        counted = {"train_documents": compared}
     else:
         folder = run / "shards" if shards is None else Path(shards)
         reading = {"spec": scorer.layer(scorer.geometry[0].index).features, "storage": settings.storage}
@@ -204,8 +224,8 @@ def train(
         if start is not None:
             own = harvest(model, documents[:cut], scorer.budgets, folder, follow=start, **reading)
             traces[0] += own
-        fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=start is None, **shared)
-        found, steps, counted = fit.run(), fit.step, {"traces": len(traces[1])}
+        fit = Rank(scorer, *traces, settings.schedule, run, rotaries(model, scorer), fresh=begins, **shared)
+        found, steps, counted = fit.run(), fit.step, {}
     metrics = {name: {"value": each.value, "interval": [each.low, each.high]} for name, each in found.items()}
     scorer.save_pretrained(
         out,
@@ -213,7 +233,7 @@ def train(
         base_model=base_model or model.config.name_or_path,
         base_fingerprint=scorers.model_fingerprint(model),
         data_fingerprint=record["data"],
-        metrics={"held_out": metrics | counted},
+        metrics={"held_out": metrics | counted | {"documents": len(documents) - cut}},
         recipe=jsonable(asdict(settings)),
         stage=stage,
         start=record["start"],
@@ -227,16 +247,13 @@ def train(
 
 
 def _fresh(model, budgets, settings: Recipe, seed: int, start: scorers.Scorer | None) -> scorers.Scorer:
-    """A new scorer, or one that begins as another."""
+    """A new scorer, with the options of the one that it goes on from."""
     if start is None:
-        options = {"hidden": settings.hidden, "features": settings.features, "window": settings.window}
-        return scorers.new(METHOD, model.config, list(budgets), seed=seed, **options)
+        return scorers.new(METHOD, model.config, list(budgets), seed=seed, **settings.options)
     if start.method != METHOD:
         raise ValueError(f"later stages go on from a {METHOD} scorer, not a {start.method} scorer")
     start.require_fits(model.config, scorers.model_fingerprint(model))
-    scorer = scorers.new(METHOD, model.config, list(budgets), seed=seed, **start.options)
-    scorer.load_state_dict(start.state_dict())
-    return scorer
+    return scorers.new(METHOD, model.config, list(budgets), seed=seed, **start.options)
 
 
 def rotaries(model: PreTrainedModel, scorer: scorers.Scorer) -> dict[int, Any]:

@@ -112,12 +112,19 @@ class Rank(Loop):
         )
 
     def run(self) -> dict[str, Interval]:
-        """Fit to the end; returns the last held-out metrics with intervals over traces (none without such)."""
+        """Fit to the end; returns the last held-out metrics with intervals over documents (none without such)."""
         self.measure()
         self.advance()
         if self.held_out and not self.per_trace:  # killed after the last step, and resumed
             self.evaluate()
-        return {name: bootstrap_ratio(each, [1.0] * len(each)) for name, each in self.per_trace.items()}
+        found = {}
+        for name, values in self.per_trace.items():
+            documents: dict[str, list[float]] = {}  # traces of one text at several budgets are not drawn apart
+            for trace, value in zip(self.held_out, values, strict=True):
+                documents.setdefault(trace.name, []).append(value)
+            means = [sum(each) / len(each) for each in documents.values()]
+            found[name] = bootstrap_ratio(means, [1.0] * len(means))
+        return found
 
     def update(self) -> dict[str, float]:
         """One optimiser step; the loss is a mean over layers and evictions."""
@@ -155,7 +162,7 @@ class Rank(Loop):
     def loss(self, layer: int, chosen: Sequence[tuple[Trace, Tensor]]) -> Tensor:
         """Of one layer, over evictions with equally many candidates."""
         features, alpha = self.read(layer, chosen)
-        keep, schedule = self.scorer.layer(layer).keep(features), self.schedule
+        keep, schedule = self.scorer.layer(layer).foreseen(features), self.schedule
         if schedule.loss == "regression":
             mean, std = self.label[layer]
             target = ((alpha + schedule.smallest).log() - mean[:, None]) / std[:, None]

@@ -126,11 +126,8 @@ class Reinforce(Loop):
             record = load_state(state, self.module, self.optimizer)
             self.step, self.best, self.waited = record["step"], record["best"], record["waited"]
 
-    def run(self, compare_on: int | None = None) -> dict[str, Interval]:
+    def run(self) -> dict[str, Interval]:
         """Reinforce to the end, and compare with the scorer it began as, draw for draw.
-
-        Args:
-            compare_on: how many of the traces trained on, the first ones; None = all, twice a group of draws each.
 
         Returns:
             Intervals over documents of the ``reward``, its ``reward_gain`` over the reference, the ``loss_ratio`` (the
@@ -141,7 +138,7 @@ class Reinforce(Loop):
         self.advance()
         found: dict[str, Interval] = {}
         record = {}
-        for prefix, some in (("train_", self.train[:compare_on]), ("", self.held_out)):
+        for prefix, some in (("train_", self.train[: self.schedule.compare_on]), ("", self.held_out)):
             before, after = (self.rollouts.measured(some, scorer) for scorer in (self.reference, self.scorer))
             found |= {f"{prefix}{name}": value for name, value in compared(some, before, after).items()}
             record["train" if prefix else "held_out"] = [

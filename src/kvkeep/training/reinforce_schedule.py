@@ -17,7 +17,7 @@ CHOICES = {
     "reduction": ("mean_low", "sum"),
 }
 RANGES = (
-    ("steps batch epochs decisions rows evaluate_every save_every", lambda value: value >= 1, "at least 1"),
+    ("steps batch epochs decisions rows compare_on evaluate_every save_every", lambda value: value >= 1, "at least 1"),
     ("warmup patience eta beta weight_decay", lambda value: value >= 0, "at least 0"),
     ("lr clip ratio_clip temperature", lambda value: value > 0, "above 0"),
     ("low", lambda value: 0 < value <= 1, "in (0, 1]"),
@@ -49,6 +49,8 @@ class Schedule:
             of what each draw was among; "k3" = estimated from what was drawn.
         beta, beta_schedule: weight of the KL, "constant", or 0 from this step on (the released code's is 100).
         variant, eta, low, reduction: of the reward, see :func:`kvkeep.training.losses.spike_reward`.
+        compare_on: traces trained on that are compared at the end, the first ones; None = all, twice a group of draws
+            each.
         lr, warmup, betas, weight_decay, clip, evaluate_every, patience, save_every: see
             :class:`kvkeep.training.loop.Timing`; an early stop watches the held-out reward.
 
@@ -75,6 +77,7 @@ class Schedule:
     eta: float = 1.5
     low: float = 0.8
     reduction: str = "mean_low"
+    compare_on: int | None = None
     lr: float = 3e-4
     warmup: int = 10
     betas: tuple[float, float] = (0.9, 0.999)

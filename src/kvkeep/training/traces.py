@@ -256,7 +256,9 @@ def require_followed(follow: Scorer | str) -> None:
     """Raise ValueError for the name of a policy whose evictions a trace cannot follow."""
     rules = [name for name in policies.names() if _is_rule(name)]
     if isinstance(follow, str) and follow not in ("golden", *rules):
-        raise ValueError(f"a trace follows golden, {', '.join(rules)}, or a scorer, not {follow!r}")
+        raise ValueError(
+            f"a trace follows golden, or one of {', '.join(rules)}, not {follow!r}; stage dagger follows a scorer"
+        )
 
 
 def _is_rule(name: str) -> bool:
@@ -265,12 +267,19 @@ def _is_rule(name: str) -> bool:
 
 
 def acting(budget: Budget, follow: Scorer | str) -> AttentionPolicy | None:
-    """Who decides in a trace, a rule with its usual sinks and window; None = the oracle itself."""
+    """Who decides in a trace; None = the oracle itself.
+
+    A rule has its usual sinks and window, or the window of the budget where that leaves nothing to choose from.
+    """
     if follow == "golden":
         return None
     if not isinstance(follow, str):
         return ForesightKV(budget, follow)
-    return policies.create(follow, policies.budget(follow, budget.slots, interval=budget.interval))
+    try:
+        split = policies.budget(follow, budget.slots, interval=budget.interval)
+    except ValueError:
+        split = policies.budget(follow, budget.slots, sinks=0, window=budget.window, interval=budget.interval)
+    return policies.create(follow, split)
 
 
 def _read(model: PreTrainedModel, ids: Tensor, policy: Tracing, storage: torch.dtype) -> dict[str, Tensor]:
@@ -285,7 +294,8 @@ def _read(model: PreTrainedModel, ids: Tensor, policy: Tracing, storage: torch.d
         if name.startswith(("key.", "value.", "sums.")):
             finite = tensor.where(tensor.isfinite(), 0.0)  # the least attention of a token that nobody has seen
             if not bool(torch.isfinite(finite.to(storage)).all()):
-                raise ValueError(f"{name.split('.')[0]} of layer {name.split('.')[1]} does not fit {storage}")
+                part, layer = name.split(".")
+                raise ValueError(f"{part} of layer {layer} does not fit {storage}: store float32")
             tensors[name] = tensor.to(storage)
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 

@@ -198,7 +198,7 @@ def plackett_luce_kl(new: Tensor, reference: Tensor, order: Tensor, pool: Tensor
     Returns:
         `[..., L]`, up to rounding >= 0; a draw with one item left gives 0.
     """
-    new, reference = _over_pool(new, pool), _over_pool(reference, pool)
+    new, reference = (_centred(_over_pool(logits, pool)) for logits in (new, reference))
     gap = new - reference
     shift = gap.detach().amin(-1, keepdim=True) - 1  # the mean of (gap - shift) >= 1 has a logarithm
     log_new, log_reference = _log_remaining(new, order), _log_remaining(reference, order)
@@ -222,6 +222,11 @@ def _over_pool(logits: Tensor, pool: Tensor | None) -> Tensor:
     if pool is None:
         return logits.clamp(min=floor)
     return torch.full_like(logits, floor).scatter(-1, pool, logits.gather(-1, pool).clamp(min=floor))
+
+
+def _centred(logits: Tensor) -> Tensor:
+    """Less the largest: no probability changes, and little cancels where all logits are large."""
+    return (logits - logits.detach().amax(-1, keepdim=True)).clamp(min=torch.finfo(logits.dtype).min)
 
 
 def _log_remaining(logits: Tensor, order: Tensor) -> Tensor:
