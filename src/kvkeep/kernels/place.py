@@ -46,13 +46,8 @@ def replace_lowest(
         ``torch.compile`` always True, since the answer would have to be waited for.
     """
     store = keys, values, positions, priority, recent, clock
-    if is_dynamo_compiling() or keys.device.type not in ("cpu", "cuda"):
+    if is_dynamo_compiling() or keys.device.type != "cpu":
         replace_lowest_reference(*store, new_keys, new_values, sinks, window)
-        return True
-    if keys.device.type == "cuda":
-        from kvkeep.kernels.triton_place import replace_lowest_triton  # here: needs Triton
-
-        replace_lowest_triton(*store, new_keys, new_values, sinks, window)
         return True
     return compiled("places.replace_lowest")(*map(raw, store), raw(new_keys), raw(new_values), sinks, window)
 

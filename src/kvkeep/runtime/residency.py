@@ -62,8 +62,7 @@ class Residency(ABC):
 
     def start_at(self, seen: Sequence[int]) -> None:
         """Let every row have had so many tokens, whatever the slots hold."""
-        self.clock = torch.tensor(seen, device=self.clock.device)
-        self.unbind()
+        self.clock.copy_(torch.tensor(seen))
 
     def advance(self, query: Tensor | None, keys: Tensor, values: Tensor, pads: list[int] | None = None):
         """Take in n new columns and attend.

@@ -131,6 +131,7 @@ class IntervalLayer:
         residency.__dict__.update(self.empty.__getstate__())
         fills = self.empty.slots.fills
         residency.slots = Slots(keys, values, positions, held_now.tolist(), extras, fills, tidy=False)
+        residency.clock = rows.positions.clone()
         residency.start_at(rows.seen)
         residency.memory = recall(pages, rows, self.empty.memory)
         if residency.recent is not None:
