@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import sparse_attention
-from kvkeep.slots import EMPTY, Slots, lowest
-from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention
+from kvkeep.slots import EMPTY, Slots, lowest, lowest_reference
+from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention, masked_output
 
 # --- Slots -----------------------------------------------------------------------------------------------------------
 
@@ -203,6 +203,7 @@ def test_lowest_is_a_sort_by_score_then_age(data, size, shared, levels):
     count = data.draw(st.integers(1, int(candidates.sum(-1).min())))
     got = lowest(scores, positions, candidates, count)
     assert got.shape == (batch, heads, count)
+    assert torch.equal(got, lowest_reference(scores, positions, candidates, count))
     for row in range(batch):
         for head in range(heads):
             score = scores[row, 0 if shared else head].tolist()
@@ -307,6 +308,7 @@ def test_masked_attention_and_its_probabilities(case, masked):
     agree(got, expected, (query, key, value), generator)
     torch.testing.assert_close(probabilities, dense.unflatten(1, (heads, -1)), rtol=0, atol=1e-12)
     assert not probabilities.masked_select(~mask[:, :, None]).any(), "a hidden key got attention"
+    assert torch.equal(masked_output(query, key, value, mask if masked else None, 0.7), got)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
@@ -317,6 +319,24 @@ def test_masked_attention_softmaxes_in_float32(dtype, tolerance):
     assert (output.dtype, probabilities.dtype) == (dtype, torch.float32)
     expected, _ = reference(query, key, value, causal(9, 9).expand(2, 2, 9, 9), 0.4)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_alone_rounds_its_probabilities_once(dtype):
+    """Over some of the slots too, whose view is not contiguous; and gradients are those of the other."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 700, 16, generator=generator).to(dtype) for heads in (6, 2, 2))
+    query, key, value = query[:, :, :1], key[:, :, 88:], value[:, :, 88:]
+    output, probabilities = masked_attention(query, key, value, None, 0.4)
+    alone = masked_output(query, key, value, None, 0.4)
+    torch.testing.assert_close(alone, output, rtol=0, atol=torch.finfo(dtype).eps * float(probabilities.amax()) * 4)
+    query.requires_grad_()
+    grads = [torch.autograd.grad(one(query, key, value, None, 0.4).sum(), query)[0] for one in (masked_output, first)]
+    assert torch.equal(*grads)
+
+
+def first(*arguments):
+    return masked_attention(*arguments)[0]
 
 
 LONG_SEQUENCE = """

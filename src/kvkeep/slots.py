@@ -59,6 +59,16 @@ def lowest(scores: Tensor, positions: Tensor, candidates: Tensor, count: int) ->
     Returns:
         slot indices int64 ``[B, H, count]``.
     """
+    if positions.device.type == "cpu" and count > 1:
+        chosen = torch.empty(*positions.shape[:2], count, dtype=torch.int64)
+        scores = scores.expand(positions.shape).contiguous()
+        compiled("places.lowest")(raw(scores), raw(positions.contiguous()), raw(candidates.contiguous()), raw(chosen))
+        return chosen
+    return lowest_reference(scores, positions, candidates, count)
+
+
+def lowest_reference(scores: Tensor, positions: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """:func:`lowest` in torch."""
     scores = scores.expand(positions.shape).masked_fill(~candidates, torch.inf)
     if count == 1:  # two linear passes instead of two sorts
         tied = scores == scores.amin(-1, keepdim=True)

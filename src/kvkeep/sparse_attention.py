@@ -31,14 +31,14 @@ def masked_attention(
         output ``[B, Hq, n, Dv]`` and probabilities ``[B, H, G, n, m]``, the latter in float32 or the input's dtype,
         whichever is wider.
     """
-    batch, heads, count, size = query.shape
     kv_heads, length = key.shape[1:3]
-    packed = key.reshape(batch * kv_heads, length, size), value.reshape(batch * kv_heads, length, -1)
-    if mask is not None:
-        mask = mask.unsqueeze(2).expand(batch, kv_heads, heads // kv_heads, count, length)
-        mask = mask.reshape(batch * kv_heads, -1, length)
-    output, probabilities = packed_attention(query, *packed, scaling, mask)
-    return output, probabilities.view(batch, kv_heads, -1, count, length)
+    output, probabilities = packed_attention(query, key.flatten(0, 1), value.flatten(0, 1), scaling, mask)
+    return output, probabilities.view(query.shape[0], kv_heads, -1, query.shape[2], length)
+
+
+def masked_output(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """The output of :func:`masked_attention` alone, which is cheaper in half precision."""
+    return packed_output(query, key.flatten(0, 1), value.flatten(0, 1), scaling, mask)
 
 
 def packed_attention(
@@ -49,21 +49,41 @@ def packed_attention(
     Args:
         query: ``[B, Hq, n, D]``; key: ``[B * H, m, D]``; value: ``[B * H, m, Dv]``.
         scaling: factor on the logits.
-        mask: bool ``[B * H, G * n, m]``, or None.
+        mask: as there, or None.
 
     Returns:
         output ``[B, Hq, n, Dv]`` and probabilities ``[B * H, G * n, m]``.
     """
-    batch, heads, count, size = query.shape
+    logits = packed_logits(query, key, scaling, mask)
+    half = logits.dtype in HALVES
+    probabilities = (logits.float() if half else logits).softmax(-1)
+    weights = probabilities.to(value.dtype) if half else probabilities
+    return torch.bmm(weights, value).view(*query.shape[:3], -1), probabilities
+
+
+def packed_output(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None) -> Tensor:
+    """The output of :func:`packed_attention` alone.
+
+    Of half precision torch's softmax is computed in float32 too, and rounded once. Where a gradient is recorded it is
+    not asked to, since the rounded one would be what gradients are made of.
+    """
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return packed_attention(query, key, value, scaling, mask)[0]
+    weights = packed_logits(query, key, scaling, mask).softmax(-1)
+    return torch.bmm(weights, value).view(*query.shape[:3], -1)
+
+
+def packed_logits(query: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+    """``[B * H, G * n, m]`` in the dtype of the inputs, the lowest number where ``mask`` is False."""
+    batch, _, count, size = query.shape
     packed = (query * scaling).reshape(key.shape[0], -1, size)  # [B * H, G * n, D]
+    if key.dtype in HALVES and key.device.type == "cpu":
+        key = key.contiguous()  # of a view over some of the slots: torch's product of it costs three times the copy's
     logits = torch.bmm(packed, key.mT)
-    if logits.dtype in HALVES:
-        logits = logits.float()
-    if mask is not None:
-        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    probabilities = logits.softmax(-1)
-    weights = probabilities.to(value.dtype) if value.dtype in HALVES else probabilities
-    return torch.bmm(weights, value).view(batch, heads, count, -1), probabilities
+    if mask is None:
+        return logits
+    grouped = logits.view(batch, key.shape[0] // batch, -1, count, key.shape[1])  # [B, H, G, n, m]
+    return grouped.masked_fill(~mask.unsqueeze(2), torch.finfo(logits.dtype).min).view(logits.shape)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, live: Tensor | None = None) -> Tensor:
@@ -86,7 +106,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, 
         mask = (torch.arange(seen, device=query.device) <= rows[:, None])[None, None]
         if live is not None:
             mask = mask & live[:, :, None, :seen]
-        blocks.append(masked_attention(query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], mask, scaling)[0])
+        blocks.append(masked_output(query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen], mask, scaling))
     return torch.cat(blocks, 2)
 
 
@@ -116,13 +136,13 @@ def live_attention(
         stop = min(start + block, length)
         alive, mask = live_block(alive, evicted_at, token, start, stop)
         outputs.append(
-            masked_attention(
+            masked_output(
                 query[:, :, start - offset : stop - offset],
                 gather_slots(key, alive),
                 gather_slots(value, alive),
                 mask,
                 scaling,
-            )[0]
+            )
         )
     return torch.cat(outputs, 2)
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvkeep.sparse_attention import causal_attention, masked_attention
+from kvkeep.sparse_attention import causal_attention, masked_output
 
 NAME = "kvkeep"
 UNSUPPORTED = frozenset(("softcap", "s_aux", "position_bias"))  # keywords that change the softmax
@@ -62,7 +62,7 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1:  # packed heads: faster than sdpa's grouped heads on CPU, and the same in every cache
-        output = masked_attention(query, key, value, attention_mask, scaling)[0]
+        output = masked_output(query, key, value, attention_mask, scaling)
     else:
         live = None if attention_mask is None else attention_mask[:, :, 0]
         output = causal_attention(query, key, value, scaling, live)

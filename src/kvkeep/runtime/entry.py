@@ -19,7 +19,7 @@ from kvkeep.lifetimes import running_topk
 from kvkeep.policies.base import EntryPolicy, Geometry, Step
 from kvkeep.runtime.residency import Residency
 from kvkeep.slots import gather_slots, pad_front
-from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention, packed_attention
+from kvkeep.sparse_attention import causal_attention, live_attention, masked_output, packed_output
 
 
 class EntryResidency(Residency):
@@ -60,14 +60,14 @@ class EntryResidency(Residency):
             self.check(keys, values)
             raise self.not_finite("priorities")
         if self.steady and bound is not None and query is not None:
-            return packed_attention(query, *packed, self.geometry.scaling)[0]
+            return packed_output(query, *packed, self.geometry.scaling)
         if not self.steady:
             slots.held = [min(held + 1, self.budget.rest) for held in slots.held]
             self.steady = min(slots.held) == self.budget.rest
         if query is None:
             return None
         held = slots.view(slots.keys), slots.view(slots.values)
-        return masked_attention(query, *held, _rows(slots.live()), self.geometry.scaling)[0]
+        return masked_output(query, *held, _rows(slots.live()), self.geometry.scaling)
 
     @property
     def places(self) -> tuple[Tensor, ...]:

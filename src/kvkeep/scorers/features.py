@@ -233,11 +233,15 @@ class FeatureSpec:
             ``[B, H, N, width]``, in float32 or wider; not standardised.
         """
         wide = torch.promote_types(keys.dtype, torch.float32)
-        parts = [keys.to(wide), values.to(wide)] if self.kv else []
-        parts += [self.scale(name, kept, positions, query, interval).to(wide) for name in self.order()]
+        parts = [keys, values] if self.kv else []
+        parts += [self.scale(name, kept, positions, query, interval) for name in self.order()]
         if self.age:
             parts.append((query - positions).to(wide).clamp(min=0).log1p()[..., None])
-        return torch.cat(parts, -1)
+        widths = [part.shape[-1] for part in parts]
+        features = keys.new_empty(*positions.shape, sum(widths), dtype=wide)
+        for part, target in zip(parts, features.split(widths, -1), strict=True):
+            target.copy_(part)  # widened on the way
+        return features
 
     def order(self) -> list[str]:
         """The statistics by name, in the order of the vector."""

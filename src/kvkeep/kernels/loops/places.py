@@ -78,6 +78,54 @@ def append(keys, values, positions, recent, clock, new_keys, new_values, query, 
 
 
 @loop
+def goes_before(scores, positions, slot, other):
+    """Whether the token of one slot goes rather than that of another."""
+    if scores[slot] == scores[other]:
+        return positions[slot] < positions[other]
+    return scores[slot] < scores[other]
+
+
+@loop
+def sink(heap, size, scores, positions):
+    """Restore a heap of slots, the last to go on top, after its top was replaced."""
+    at = 0
+    while 2 * at + 1 < size:
+        below = 2 * at + 1
+        if below + 1 < size and goes_before(scores, positions, heap[below], heap[below + 1]):
+            below += 1
+        if goes_before(scores, positions, heap[below], heap[at]):
+            break
+        heap[at], heap[below] = heap[below], heap[at]
+        at = below
+
+
+@loop
+def lowest(scores, positions, candidates, chosen):
+    """See :func:`kvkeep.slots.lowest`: writes ``chosen`` ``[B, H, count]``, the first to go first."""
+    count = chosen.shape[2]
+    for row in range(chosen.shape[0]):
+        for head in range(chosen.shape[1]):
+            score, position, heap = scores[row, head], positions[row, head], chosen[row, head]
+            size = 0
+            for slot in range(position.size):
+                if not candidates[row, head, slot]:
+                    continue
+                if size < count:
+                    at = size
+                    size += 1
+                    while at > 0 and goes_before(score, position, heap[(at - 1) // 2], slot):
+                        heap[at] = heap[(at - 1) // 2]
+                        at = (at - 1) // 2
+                    heap[at] = slot
+                elif goes_before(score, position, slot, heap[0]):
+                    heap[0] = slot
+                    sink(heap, count, score, position)
+            for last in range(size - 1, 0, -1):
+                heap[0], heap[last] = heap[last], heap[0]
+                sink(heap, last, score, position)
+
+
+@loop
 def pair_holes(victims, width):
     """Survivors among the first n of ``width`` slots and the holes behind them, for n victims a head ``[B, H, n]``.
 
