@@ -29,6 +29,10 @@ EMPTY = -1  # the position of a slot that holds nothing
 def gather_slots(tensor: Tensor, index: Tensor) -> Tensor:
     """Pick slots per head: ``[B, H, N, ...]`` at ``[B, H, n]`` -> ``[B, H, n, ...]``."""
     tail = tensor.shape[3:]
+    if tail and tensor.is_contiguous():  # whole vectors at a time
+        batch, heads, slots = tensor.shape[:3]
+        first = torch.arange(batch * heads, device=index.device).view(batch, heads, 1) * slots
+        return tensor.flatten(0, 2).index_select(0, (index + first).flatten()).view(*index.shape, *tail)
     index = index.long().reshape(*index.shape, *(1,) * len(tail)).expand(*index.shape, *tail)
     return tensor.gather(2, index)
 

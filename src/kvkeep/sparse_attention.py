@@ -74,7 +74,7 @@ def packed_output(query: Tensor, key: Tensor, value: Tensor, scaling: float, mas
 
 
 def packed_logits(query: Tensor, key: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
-    """``[B * H, G * n, m]`` in the dtype of the inputs, the lowest number where ``mask`` is False."""
+    """``[B * H, G * n, m]`` in the dtype of the inputs, far below any other where ``mask`` is False."""
     batch, _, count, size = query.shape
     packed = (query * scaling).reshape(key.shape[0], -1, size)  # [B * H, G * n, D]
     if key.dtype in HALVES and key.device.type == "cpu":
@@ -82,8 +82,9 @@ def packed_logits(query: Tensor, key: Tensor, scaling: float, mask: Tensor | Non
     logits = torch.bmm(packed, key.mT)
     if mask is None:
         return logits
-    grouped = logits.view(batch, key.shape[0] // batch, -1, count, key.shape[1])  # [B, H, G, n, m]
-    return grouped.masked_fill(~mask.unsqueeze(2), torch.finfo(logits.dtype).min).view(logits.shape)
+    hidden = logits.new_full((), torch.finfo(logits.dtype).min / 2)  # a sum with it stays finite
+    bias = torch.where(mask, torch.zeros_like(hidden), hidden).unsqueeze(2)  # added: faster than filled in by a mask
+    return logits.view(batch, key.shape[0] // batch, -1, count, key.shape[1]).add_(bias).view(logits.shape)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, live: Tensor | None = None) -> Tensor:
@@ -131,6 +132,7 @@ def live_attention(
         return causal_attention(query, key, value, scaling)
     token = torch.arange(length, dtype=evicted_at.dtype, device=query.device)
     alive = token[:offset].expand(*evicted_at.shape[:2], -1)  # tokens that may still be seen, per head
+    key, value = key.contiguous(), value.contiguous()  # rows are gathered from them again and again
     outputs = []
     for start in range(offset, length, block):
         stop = min(start + block, length)
@@ -150,9 +152,11 @@ def live_attention(
 def live_block(alive: Tensor, evicted_at: Tensor, token: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Tokens that queries ``start .. stop - 1`` may see, ``[B, H, n]``, and which each does, ``[B, H, rows, n]``."""
     alive = gather_live_rows(alive, evicted_at, start)
-    alive = torch.cat([alive, token[start:stop].expand(*alive.shape[:2], -1)], -1)
-    rows = token[start:stop, None]
-    return alive, (alive[:, :, None] <= rows) & (rows < evicted_at.gather(2, alive.long())[:, :, None])
+    own = token[start:stop]
+    alive = torch.cat([alive, own.expand(*alive.shape[:2], -1)], -1)
+    mask = own[:, None] < evicted_at.gather(2, alive.long())[:, :, None]
+    mask[..., -len(own) :] &= own <= own[:, None]  # all others are older
+    return alive, mask
 
 
 def gather_live_rows(alive: Tensor, evicted_at: Tensor, query: int) -> Tensor:
