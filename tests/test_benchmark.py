@@ -192,7 +192,7 @@ def test_a_cache_that_grows_or_hides_something_is_found(model, monkeypatch):
         return step.leaving[0].new_zeros(step.leaving[0].shape[:3])
 
     monkeypatch.setattr(kind, "priority", hoard)
-    monkeypatch.setattr(kind, "foresees", False, raising=False)
+    monkeypatch.setattr(kind, "loop", lambda *_: None)
     (row,) = memory.memory(model, [contender], BUDGET, tokens=10)
     assert row["grown_bytes"] == 2 * 10 * 4
     cache = filled_policy(model.config, contender.policy(BUDGET), BUDGET, CONTEXT, states_for(model))

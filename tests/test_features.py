@@ -71,6 +71,7 @@ def from_probabilities(chunks, spec, group=1):
         born = held <= first + n - 1
         told = {name: tensor[:, :, : int(born.sum())] for name, tensor in kept.items()}
         if number:
+            spec.end(kept)
             spec.begin({name: tensor[:, :, :first] for name, tensor in kept.items()})
         spec.observe(
             told,
@@ -80,6 +81,7 @@ def from_probabilities(chunks, spec, group=1):
             until,
             interval,
         )
+    spec.end(kept)
     return kept
 
 

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeep import sparse_attention
 from kvkeep.kernels.choice import takes_triton
 from kvkeep.kernels.decode import decode_attention, decode_attention_reference
-from kvkeep.kernels.replace import replace_lowest, replace_lowest_reference
+from kvkeep.kernels.place import replace_lowest, replace_lowest_reference
 
 HAS_WHEEL = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 needs_triton = pytest.mark.skipif(not HAS_WHEEL, reason="Triton has no wheels for this platform")
@@ -261,6 +262,41 @@ def test_the_cpu_is_the_references():
         assert torch.equal(mine, its)
 
 
+@needs_triton
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_decode_step_goes_through_the_kernel(monkeypatch, masked):
+    """On the CPU with every call claimed for Triton: one query is the kernel's, several are torch's."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, heads, 9, 16, generator=generator) for heads in (6, 3, 3))
+    mask = (torch.arange(7) >= torch.tensor([0, 3])[:, None])[:, None, None] if masked else None  # [B, 1, 1, m]
+    taken = []
+    monkeypatch.setattr("kvkeep.kernels.decode.takes_triton", lambda *tensors: True)
+    monkeypatch.setattr(sparse_attention, "takes_triton", lambda *tensors: taken.append(len(tensors)) or True)
+    for count in (1, 2):
+        given = query[:, :, :count], keys[:, :, 2:].flatten(0, 1), values[:, :, 2:].flatten(0, 1), 0.25, mask
+        output, probabilities = sparse_attention.packed_attention_reference(*given)
+        mine = sparse_attention.packed_attention(*given)
+        torch.testing.assert_close(mine, (output, probabilities), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(sparse_attention.packed_output(*given), output, atol=1e-6, rtol=1e-6)
+    assert taken == [3, 3]
+
+
+@needs_triton
+def test_a_replacement_goes_through_the_kernel(monkeypatch):
+    monkeypatch.setattr("kvkeep.kernels.place.takes_triton", lambda *tensors: True)
+    pair = torch.full((1, 2, 1, 4), float("nan"))  # the compiled loop would refuse it; a kernel does not wait to see
+    store = (
+        *torch.zeros(2, 1, 2, 3, 4),
+        torch.tensor([[[2, 1, 0]] * 2], dtype=torch.int32),
+        torch.zeros(1, 2, 3),
+        torch.zeros(1, 2, 1, dtype=torch.int64),
+        torch.tensor([3]),
+    )
+    assert replace_lowest(*store, pair, pair, 1, 1) is True
+    assert store[2].tolist() == [[[2, 3, 0]] * 2]
+    assert store[0].isnan().any(-1).tolist() == [[[False, True, False]] * 2]
+
+
 class OnCuda:
     """What `takes_triton` asks of a tensor."""
 
@@ -290,7 +326,7 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # importing it fails
 import torch
-import kvkeep.kernels.choice, kvkeep.kernels.decode, kvkeep.kernels.replace
+import kvkeep.kernels.choice, kvkeep.kernels.decode, kvkeep.kernels.place
 assert kvkeep.kernels.choice.has_triton() is False
 print(kvkeep.kernels.decode.decode_attention(torch.ones(1, 1, 1, 4), *torch.ones(2, 1, 1, 3, 4), 1.0)[1].tolist())
 """

@@ -15,10 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep import sparse_attention
-from kvkeep.slots import EMPTY, Slots, lowest
-from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention
+from kvkeep.slots import EMPTY, Slots, lowest, lowest_reference
+from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention, masked_output
 
 # --- Slots -----------------------------------------------------------------------------------------------------------
+
+
+FILL = 2.0  # what the extras of a new token start from
 
 
 class World:
@@ -30,8 +33,8 @@ class World:
     def __init__(self, batch, heads, capacity):
         empty = torch.zeros(batch, heads, 0, 2)
         self.slots = Slots.empty(empty, empty[..., :1], capacity)
-        self.slots.add_extra("score", (), torch.float64)
-        self.slots.add_extra("vector", (3,), torch.float32)
+        self.slots.add_extra("score", (), torch.float64, FILL)
+        self.slots.add_extra("vector", (3,), torch.float32, FILL)
         self.rows = [[{} for _ in range(heads)] for _ in range(batch)]
         self.seen = [0] * batch
         self.number = 0
@@ -45,26 +48,26 @@ class World:
         self.seen = [seen + count for seen in self.seen]
         return numbers, positions
 
-    def append(self, count, fill):
+    def append(self, count):
         numbers, positions = self.new_tokens(count)
         pair = numbers[..., None].expand(-1, -1, -1, 2), -numbers[..., None]
-        self.slots.append(*pair, positions, {"score": fill, "vector": fill})
-        self.remember(numbers, positions, fill)
+        self.slots.append(*pair, positions)
+        self.remember(numbers, positions)
 
-    def write(self, at, fill):
+    def write(self, at):
         """Put one new token per head where another one was, by absolute slot ``[B, H, 1]``."""
         gone = self.slots.positions.gather(2, at)
         numbers, positions = self.new_tokens(1)
         pair = numbers[..., None].expand(-1, -1, -1, 2), -numbers[..., None]
-        self.slots.write(at, *pair, positions, {"score": fill, "vector": fill})
+        self.slots.write(at, *pair, positions)
         self.forget(gone)
-        self.remember(numbers, positions, fill)
+        self.remember(numbers, positions)
 
-    def remember(self, numbers, positions, fill):
+    def remember(self, numbers, positions):
         for row, heads in enumerate(self.rows):
             for head, held in enumerate(heads):
                 for number, position in zip(numbers[row, head].tolist(), positions[row].tolist(), strict=True):
-                    held[position] = [number, fill, [fill] * 3]
+                    held[position] = [number, FILL, [FILL] * 3]
 
     def forget(self, positions):
         for row, heads in enumerate(self.rows):
@@ -143,11 +146,11 @@ def one_step(data, world, actions):
     if action == "append":
         count = data.draw(st.integers(1, 4))
         if slots.width + count <= slots.capacity:
-            world.append(count, float(data.draw(st.integers(0, 3))))
+            world.append(count)
         else:
             pair = torch.zeros(batch, heads, count, 2), torch.zeros(batch, heads, count, 1)
             with pytest.raises(ValueError, match=f"{count} new tokens do not fit: {slots.width} of {slots.capacity}"):
-                slots.append(*pair, torch.zeros(batch, count), {"score": 0.0, "vector": 0.0})
+                slots.append(*pair, torch.zeros(batch, count))
     elif action == "drop" and not slots.uniform:
         with pytest.raises(ValueError, match="drop needs rows that hold the same number"):
             slots.drop(torch.zeros(batch, heads, 1, dtype=torch.long))
@@ -155,7 +158,7 @@ def one_step(data, world, actions):
         world.drop(distinct(data, batch, heads, slots.width, data.draw(st.integers(1, slots.width))))
     elif action == "write" and min(slots.held):
         at = [[[slots.capacity - 1 - data.draw(st.integers(0, n - 1))] for _ in range(heads)] for n in slots.held]
-        world.write(torch.tensor(at), 1.0)
+        world.write(torch.tensor(at))
     elif action == "touch" and slots.width:
         world.touch()
     elif action == "some rows":
@@ -200,6 +203,7 @@ def test_lowest_is_a_sort_by_score_then_age(data, size, shared, levels):
     count = data.draw(st.integers(1, int(candidates.sum(-1).min())))
     got = lowest(scores, positions, candidates, count)
     assert got.shape == (batch, heads, count)
+    assert torch.equal(got, lowest_reference(scores, positions, candidates, count))
     for row in range(batch):
         for head in range(heads):
             score = scores[row, 0 if shared else head].tolist()
@@ -304,6 +308,7 @@ def test_masked_attention_and_its_probabilities(case, masked):
     agree(got, expected, (query, key, value), generator)
     torch.testing.assert_close(probabilities, dense.unflatten(1, (heads, -1)), rtol=0, atol=1e-12)
     assert not probabilities.masked_select(~mask[:, :, None]).any(), "a hidden key got attention"
+    assert torch.equal(masked_output(query, key, value, mask if masked else None, 0.7), got)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
@@ -314,6 +319,24 @@ def test_masked_attention_softmaxes_in_float32(dtype, tolerance):
     assert (output.dtype, probabilities.dtype) == (dtype, torch.float32)
     expected, _ = reference(query, key, value, causal(9, 9).expand(2, 2, 9, 9), 0.4)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_alone_rounds_its_probabilities_once(dtype):
+    """Over some of the slots too, whose view is not contiguous; and gradients are those of the other."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 700, 16, generator=generator).to(dtype) for heads in (6, 2, 2))
+    query, key, value = query[:, :, :1], key[:, :, 88:], value[:, :, 88:]
+    output, probabilities = masked_attention(query, key, value, None, 0.4)
+    alone = masked_output(query, key, value, None, 0.4)
+    torch.testing.assert_close(alone, output, rtol=0, atol=torch.finfo(dtype).eps * float(probabilities.amax()) * 4)
+    query.requires_grad_()
+    grads = [torch.autograd.grad(one(query, key, value, None, 0.4).sum(), query)[0] for one in (masked_output, first)]
+    assert torch.equal(*grads)
+
+
+def first(*arguments):
+    return masked_attention(*arguments)[0]
 
 
 LONG_SEQUENCE = """

@@ -377,7 +377,8 @@ def static_priority(
         raise ValueError(f"step must be at least 1, got {step}")
     batch, heads, length = score.shape
     score = score.to(torch.promote_types(score.dtype, torch.float32))
-    log_gamma = torch.as_tensor(log_gamma, dtype=score.dtype, device=score.device)
+    if not isinstance(log_gamma, Tensor) or log_gamma.dtype != score.dtype or log_gamma.device != score.device:
+        log_gamma = torch.as_tensor(log_gamma, dtype=score.dtype, device=score.device)
     if log_gamma.shape not in ((), (heads,), (batch, heads)):
         raise ValueError(
             f"log_gamma must be a number, [{heads}] or [{batch}, {heads}] for scores of shape {tuple(score.shape)}, "

@@ -21,12 +21,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvkeep.kernels.place import compiled, raw
+
 EMPTY = -1  # the position of a slot that holds nothing
 
 
 def gather_slots(tensor: Tensor, index: Tensor) -> Tensor:
     """Pick slots per head: ``[B, H, N, ...]`` at ``[B, H, n]`` -> ``[B, H, n, ...]``."""
     tail = tensor.shape[3:]
+    if tail and tensor.is_contiguous():  # whole vectors at a time
+        batch, heads, slots = tensor.shape[:3]
+        first = torch.arange(batch * heads, device=index.device).view(batch, heads, 1) * slots
+        return tensor.flatten(0, 2).index_select(0, (index + first).flatten()).view(*index.shape, *tail)
     index = index.long().reshape(*index.shape, *(1,) * len(tail)).expand(*index.shape, *tail)
     return tensor.gather(2, index)
 
@@ -57,6 +63,16 @@ def lowest(scores: Tensor, positions: Tensor, candidates: Tensor, count: int) ->
     Returns:
         slot indices int64 ``[B, H, count]``.
     """
+    if positions.device.type == "cpu" and count > 1:
+        chosen = torch.empty(*positions.shape[:2], count, dtype=torch.int64)
+        scores = scores.expand(positions.shape).contiguous()
+        compiled("places.lowest")(raw(scores), raw(positions.contiguous()), raw(candidates.contiguous()), raw(chosen))
+        return chosen
+    return lowest_reference(scores, positions, candidates, count)
+
+
+def lowest_reference(scores: Tensor, positions: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """:func:`lowest` in torch."""
     scores = scores.expand(positions.shape).masked_fill(~candidates, torch.inf)
     if count == 1:  # two linear passes instead of two sorts
         tied = scores == scores.amin(-1, keepdim=True)
@@ -79,6 +95,8 @@ class Slots:
     positions: Tensor
     held: list[int]
     extras: dict[str, Tensor] = field(default_factory=dict)
+    fills: dict[str, float] = field(default_factory=dict)  # what every extra of a new token starts from
+    tidy: bool = True  # free slots have these in their extras: always, unless rows ever held different numbers
 
     @classmethod
     def empty(cls, like_keys: Tensor, like_values: Tensor, slots: int) -> Slots:
@@ -104,6 +122,7 @@ class Slots:
         """Give every slot a number (or a vector of ``shape``) that moves and disappears with it."""
         full = (*self.positions.shape, *shape)
         self.extras[name] = torch.full(full, fill, dtype=dtype, device=self.keys.device)
+        self.fills[name] = fill
 
     @property
     def capacity(self) -> int:
@@ -121,56 +140,62 @@ class Slots:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The last ``width`` slots of ``keys``, ``values``, ``positions`` or an extra; no copy."""
-        return tensor.narrow(2, self.capacity - self.width, self.width)
+        capacity, width = self.keys.shape[2], max(self.held)
+        return tensor if width == capacity else tensor.narrow(2, capacity - width, width)
 
     def live(self) -> Tensor | None:
         """bool ``[B, 1, width]``, True where a slot of the view holds a token; None where all do."""
-        if self.uniform:
+        if min(self.held) == max(self.held):
             return None
         held = torch.tensor(self.held, device=self.keys.device)
         return (torch.arange(self.width, device=held.device) >= self.width - held[:, None])[:, None]
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, fills: dict[str, float]) -> None:
-        """Write n new tokens per row into the free slots before the held ones.
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Write n new tokens per row into the free slots before the held ones; their extras start from the fills.
 
         Args:
             keys, values: ``[B, H, n, head_dim]``.
             positions: int ``[B, n]``.
-            fills: the number each extra starts from.
 
         Raises:
             ValueError: where a row has fewer than n free slots.
         """
-        count = keys.shape[2]
-        if self.width + count > self.capacity:
-            raise ValueError(f"{count} new tokens do not fit: {self.width} of {self.capacity} slots are taken")
+        count, width = keys.shape[2], self.width
+        if width + count > self.capacity:
+            raise ValueError(f"{count} new tokens do not fit: {width} of {self.capacity} slots are taken")
         if self.uniform:
-            at = slice(self.capacity - self.width - count, self.capacity - self.width)
-            self.keys[:, :, at], self.values[:, :, at] = keys, values
-            self.positions[:, :, at] = positions[:, None]
-            for name, extra in self.extras.items():
-                extra[:, :, at] = fills[name]
+            first = self.capacity - width - count
+            self.keys.narrow(2, first, count).copy_(keys)
+            self.values.narrow(2, first, count).copy_(values)
+            self.positions.narrow(2, first, count).copy_(positions[:, None])
+            if not self.tidy:
+                self.refill(first, count)
         else:
             first = torch.tensor([self.capacity - held - count for held in self.held], device=keys.device)
             index = (first[:, None] + torch.arange(count, device=keys.device))[:, None].expand(-1, keys.shape[1], -1)
-            self.write(index, keys, values, positions, fills)
+            self.write(index, keys, values, positions)
         self.held = [held + count for held in self.held]
 
-    def write(self, index: Tensor, keys: Tensor, values: Tensor, positions: Tensor, fills: dict[str, float]) -> None:
+    def refill(self, first: int, count: int) -> None:
+        """Let the extras of free slots start anew."""
+        for name, extra in self.extras.items():
+            extra.narrow(2, first, count).fill_(self.fills[name])
+
+    def write(self, index: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Overwrite slots ``index`` ``[B, H, n]`` in place; ``held`` is the caller's to keep."""
         scatter_slots(self.keys, index, keys)
         scatter_slots(self.values, index, values)
         self.positions.scatter_(2, index, positions[:, None].expand(index.shape).to(self.positions.dtype))
         for name, extra in self.extras.items():
             shape = (*index.shape, *extra.shape[3:])
-            scatter_slots(extra, index, extra.new_full((), fills[name]).expand(shape))
+            scatter_slots(extra, index, extra.new_full((), self.fills[name]).expand(shape))
 
     def drop(self, victims: Tensor) -> None:
         """Forget n tokens per head and close the gaps by filling holes, at most n moves a head.
 
         The n front-most held slots become free. Survivors among them move into the holes that lie behind; there are
-        as many of those as of such survivors, and pairing all n front slots with all n victims moves only what was
-        dropped anyway besides, so no head needs a mask.
+        as many of those as of such survivors. In torch all n front slots are paired with all n victims, which moves
+        only what was dropped anyway besides, so that no head needs a mask.
 
         Args:
             victims: int ``[B, H, n]``, slots of the view (0 is the first slot of the last ``width``), all distinct.
@@ -181,26 +206,42 @@ class Slots:
         if not self.uniform:
             raise ValueError(f"rows hold {self.held} tokens; drop needs rows that hold the same number")
         count = victims.shape[-1]
-        dropped = torch.zeros_like(self.view(self.positions), dtype=torch.bool).scatter_(2, victims, True)
-        front = (
-            dropped[..., :count].to(torch.uint8).argsort(dim=-1, stable=True)
-        )  # survivors among the front slots first
-        holes = victims.sort(-1, descending=True).values  # holes behind the front first
-        for tensor in (self.keys, self.values, self.positions, *self.extras.values()):
-            view = self.view(tensor)
-            scatter_slots(view, holes, gather_slots(view, front))
-        self.view(self.positions)[:, :, :count] = EMPTY
+        if victims.device.type == "cpu":
+            self.fill_holes(victims)
+        else:
+            dropped = torch.zeros_like(self.view(self.positions), dtype=torch.bool).scatter_(2, victims, True)
+            front = dropped[..., :count].to(torch.uint8).argsort(dim=-1, stable=True)  # survivors first
+            holes = victims.sort(-1, descending=True).values  # holes behind the front first
+            for tensor in self.tensors():
+                view = self.view(tensor)
+                scatter_slots(view, holes, gather_slots(view, front))
+        first = self.capacity - self.width
+        self.positions.narrow(2, first, count).fill_(EMPTY)
+        self.refill(first, count)
         self.held = [held - count for held in self.held]
+
+    def fill_holes(self, victims: Tensor) -> None:
+        """The moves of :meth:`drop` on the CPU, and no others."""
+        sources, targets = compiled("places.pair_holes")(raw(victims), self.width)
+        for tensor in self.tensors():
+            flat = tensor.view(*self.positions.shape, -1)
+            compiled("places.move")(raw(flat), sources, targets, self.capacity - self.width)
 
     def select(self, rows: Tensor) -> Slots:
         """A copy of the given rows, int64 ``[n]``; rows may repeat (beam search)."""
-        return Slots(
+        part = Slots(
             keys=self.keys.index_select(0, rows),
             values=self.values.index_select(0, rows),
             positions=self.positions.index_select(0, rows),
             held=[self.held[row] for row in rows.tolist()],
             extras={name: extra.index_select(0, rows) for name, extra in self.extras.items()},
+            fills=self.fills,
+            tidy=self.tidy,
         )
+        if part.uniform and not part.tidy:
+            part.refill(0, part.capacity - part.width)
+            part.tidy = True
+        return part
 
     def assign(self, rows: Tensor, other: Slots) -> None:
         """Put ``other`` back over the given (distinct) rows."""
@@ -208,6 +249,8 @@ class Slots:
             mine.index_copy_(0, rows, its)
         for row, held in zip(rows.tolist(), other.held, strict=True):
             self.held[row] = held
+        # Whoever counts in the extras of the fullest row counts in free slots of the others.
+        self.tidy = self.tidy and other.tidy and self.uniform
 
     def tensors(self) -> list[Tensor]:
         return [self.keys, self.values, self.positions, *self.extras.values()]

@@ -42,7 +42,7 @@ from kvkeep.policies.base import Policy, Step
 from kvkeep.runtime.cache import EvictingLayer
 from kvkeep.runtime.geometry import text_config
 from kvkeep.slots import lowest
-from kvkeep.sparse_attention import masked_attention
+from kvkeep.sparse_attention import masked_output
 
 Pair = tuple[list[float], list[float]]  # milliseconds of policy and reference, turn by turn
 
@@ -265,7 +265,7 @@ def _layer_jobs(model, policy: Policy, context: int, states: States) -> dict[str
         layer.fill(query, *pair, layer.columns + 1)
 
     def only_write() -> None:
-        masked_attention(query, *reference.update(*pair), None, states.head_dim**-0.5)
+        masked_output(query, *reference.update(*pair), None, states.head_dim**-0.5)
 
     jobs = {"layer": Job(step), "writes only": Job(only_write)}
     for part, (method, given) in questions(config, policy, context, states).items():

@@ -24,7 +24,7 @@ from kvkeep.attention_mass import future_attention
 from kvkeep.budget import Budget
 from kvkeep.kernels.choice import has_triton
 from kvkeep.kernels.decode import decode_attention_reference
-from kvkeep.kernels.replace import replace_lowest_reference
+from kvkeep.kernels.place import replace_lowest_reference
 from kvkeep.lifetimes import running_topk
 
 LEAST_TURNS = 5  # below which a median says little

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvkeep.kernels.choice import takes_triton
-from kvkeep.sparse_attention import masked_attention
+from kvkeep.sparse_attention import packed_attention_reference
 
 
 def decode_attention(
@@ -39,6 +39,6 @@ def decode_attention_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`decode_attention` in torch, on any device."""
     mask = None if live is None else live.unsqueeze(2)  # [B, H, 1, N]
-    output, probabilities = masked_attention(query.flatten(1, 2).unsqueeze(2), key, value, mask, scaling)
-    output = output.view(*query.shape[:3], -1)
-    return output, probabilities.squeeze(3) if statistics else None
+    packed = query.flatten(1, 2).unsqueeze(2), key.flatten(0, 1), value.flatten(0, 1)
+    output, probabilities = packed_attention_reference(*packed, scaling, mask)
+    return output.view(*query.shape[:3], -1), probabilities.view(*query.shape[:3], -1) if statistics else None

@@ -1,4 +1,4 @@
-"""Triton form of :func:`kvkeep.kernels.replace.replace_lowest`: a program for every row and KV head.
+"""Triton form of :func:`kvkeep.kernels.place.replace_lowest`: a program for every row and KV head.
 
 Torch needs a dozen launches for a step of one layer, each of which costs more than its arithmetic; this needs two.
 Importing this file needs Triton.
@@ -86,7 +86,7 @@ def replace_lowest_triton(
     sinks: int,
     window: int,
 ) -> None:
-    """Shapes and meaning as in :func:`kvkeep.kernels.replace.replace_lowest`; may be captured in a CUDA graph.
+    """Shapes and meaning as in :func:`kvkeep.kernels.place.replace_lowest`; may be captured in a CUDA graph.
 
     Raises:
         ValueError: where a store, or a new pair within its head, is not contiguous.

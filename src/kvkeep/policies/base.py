@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from operator import index
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
+from kvkeep.kernels.place import Loop
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,13 @@ class EntryPolicy(Policy):
         """Priorities ``[B, H, n]`` of the leaving tokens, updating ``step.memory`` in place (replace its tensors)."""
         raise NotImplementedError
 
+    def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop | None:
+        """``priority`` and what follows from it, for one token on the CPU, as a compiled loop; None = there is none.
+
+        Asked for when a sequence begins, after :meth:`new_memory`; ``dtype`` is that of priorities.
+        """
+        return None
+
 
 @dataclass
 class Held:
@@ -232,11 +241,22 @@ class AttentionPolicy(Policy):
         """What is kept of every slot, in float32 or wider; by default one number for each of ``statistics``."""
         return {name: Statistic() for name in self.statistics}
 
+    def end_interval(self, statistics: dict[str, Tensor]) -> None:
+        """Called at query rest and before every eviction: what :meth:`observe` has left undone is due."""
+
     def begin_interval(self, statistics: dict[str, Tensor]) -> None:
         """Called at query rest, and after every eviction, before the next query attends."""
 
     def observe(self, seen: Observation) -> None:
         """Called after every query or block of queries."""
+
+    def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
+        """:meth:`observe` of one query, on the CPU, as a compiled loop; None where there is none.
+
+        Args:
+            statistics: of all slots, by name, ``[B, H, slots, ...]``: the loop's, to keep and to write.
+        """
+        return None
 
     def keep_scores(self, held: Held) -> Tensor:
         """Keep scores ``[B, H, N]``, or ``[B, 1, N]`` where all heads decide as one."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
+from kvkeep.kernels.place import Loop
 from kvkeep.policies.base import AttentionPolicy, Geometry, Held, Memory, Observation, Statistic
 from kvkeep.policies.learned import Learned
 from kvkeep.policies.random import logical_shift, mix, require_seed
@@ -39,6 +41,9 @@ class Watching(AttentionPolicy):
         kept = self._features.accumulators(geometry.group, self._ring)
         return {name: Statistic(shape, fill) for name, (shape, fill) in kept.items()}
 
+    def end_interval(self, statistics: dict[str, Tensor]) -> None:
+        self._features.end(statistics)
+
     def begin_interval(self, statistics: dict[str, Tensor]) -> None:
         self._features.begin(statistics)
 
@@ -46,6 +51,15 @@ class Watching(AttentionPolicy):
         self._features.observe(
             seen.statistics, seen.probabilities, seen.positions, seen.held, seen.until(), self.budget.interval
         )
+
+    def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
+        ranges = self._features.counting(statistics, self.budget.interval)
+        others = statistics.keys() - ranges.keys() - {"watched"}  # extremes, and what a subclass adds
+        if others or not ranges or type(self).observe is not Watching.observe:
+            return None
+        sums = tuple(statistics[name] for name in ranges)
+        watched = statistics.get("watched", sums[0][:, :, :0, 0])
+        return Loop("counts.count_sums", (sums, watched, np.array(list(ranges.values()))))
 
 
 class ForesightKV(Learned, Watching):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 from kvkeep.budget import Budget
+from kvkeep.kernels.place import Loop
 from kvkeep.policies.base import AttentionPolicy, Held, Observation
 
 
@@ -20,6 +22,9 @@ class H2O(AttentionPolicy):
 
     def observe(self, seen: Observation) -> None:
         seen.statistics["received"].add_(seen.probabilities.mean(2).sum(2))
+
+    def counting(self, statistics: dict[str, np.ndarray]) -> Loop | None:
+        return Loop("counts.count_mean", (statistics["received"],)) if type(self).observe is H2O.observe else None
 
     def keep_scores(self, held: Held) -> Tensor:
         return held.statistics["received"]

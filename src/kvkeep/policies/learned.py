@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
+from kvkeep.kernels.place import Loop
+from kvkeep.lifetimes import static_priority
 from kvkeep.policies.base import EntryPolicy, Geometry, Memory, Policy, Step
 from kvkeep.scorers import LayerScorer, Scorer, charge
 
@@ -29,7 +31,7 @@ class Learned(Policy):
         super().__init__(budget)
         self.require_scorer(self.name, scorer)
         self._scorer = scorer
-        self._copies: dict[tuple[int, torch.device], LayerScorer] = {}
+        self._placed: dict[tuple[int, torch.device], LayerScorer] = {}  # as it was when the last sequence began
 
     @staticmethod
     def require_scorer(name: str, scorer) -> None:
@@ -64,21 +66,34 @@ class Learned(Policy):
 
     def new_memory(self, geometry: Geometry, batch: int, device: torch.device, dtype: torch.dtype) -> Memory:
         module = self._scorer.layer(geometry.layer)
-        self._copies.pop((geometry.layer, device), None)
         if module.log_gamma.device != device:  # models may be spread over devices: the cache's layer says which
-            self._copies[geometry.layer, device] = copy.deepcopy(module).to(device)
-        return self.layer_scorer(geometry, device).initial_state(batch, device, dtype, self.budget.window)
+            module = copy.deepcopy(module).to(device)
+        self._placed[geometry.layer, device] = module
+        return module.initial_state(batch, device, dtype, self.budget.window)
 
     def layer_scorer(self, geometry: Geometry, device: torch.device) -> LayerScorer:
         """The scorer of a layer on the device of its cache."""
-        return self._copies.get((geometry.layer, device), self._scorer.layer(geometry.layer))
+        return self._placed[geometry.layer, device]
 
 
 class LearnedEntry(Learned, EntryPolicy):
     """A scorer gives every token that leaves the window its static priority: the score, and a decay with age."""
 
+    def __init__(self, budget: Budget, scorer: Scorer):
+        super().__init__(budget, scorer)
+        self._decays: dict[tuple[int, torch.device], Tensor] = {}  # [H], likewise
+
+    def new_memory(self, geometry: Geometry, batch: int, device: torch.device, dtype: torch.dtype) -> Memory:
+        factor = self._scorer.decay_factor(self.budget.rest)
+        self._decays[geometry.layer, device] = (self._scorer.layer(geometry.layer).log_gamma * factor).to(device)
+        return super().new_memory(geometry, batch, device, dtype)
+
     def priority(self, step: Step) -> Tensor:
-        layer = self.layer_scorer(step.geometry, step.positions.device)
-        score = layer.score(step.entering, step.leaving, step.memory)
-        factor = self.scorer.decay_factor(self.budget.rest)
-        return layer.priority(score, step.positions, self.scorer.decay_step, factor)
+        device = step.positions.device
+        score = self.layer_scorer(step.geometry, device).score(step.entering, step.leaving, step.memory)
+        decay = self._decays[step.geometry.layer, device]
+        return static_priority(score, decay, self._scorer.decay_step, positions=step.positions[:, None])
+
+    def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop | None:
+        place = geometry.layer, torch.device("cpu")
+        return self._placed[place].loop(self._decays[place], self._scorer.decay_step, dtype)

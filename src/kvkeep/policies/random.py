@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.budget import Budget
-from kvkeep.policies.base import EntryPolicy, Step
+from kvkeep.kernels.place import Loop
+from kvkeep.policies.base import EntryPolicy, Geometry, Memory, Step
 
 
 class Random(EntryPolicy):
@@ -31,13 +32,35 @@ class Random(EntryPolicy):
         require_seed(seed)
         self.seed = seed
         self._bits = (seed + 2**63) % 2**64 - 2**63  # as a signed 64-bit number
+        self._streams: dict[tuple, Tensor] = {}
+
+    def new_memory(self, geometry: Geometry, batch: int, device: torch.device, dtype: torch.dtype) -> Memory:
+        self.begun(geometry, device)  # here, so that a compiled step only reads it
+        return {}
 
     def priority(self, step: Step) -> Tensor:
-        geometry, positions = step.geometry, step.positions
-        head = geometry.first_head + torch.arange(geometry.kv_heads, device=positions.device)
-        stream = mix(mix(mix(torch.tensor(self._bits, device=head.device)) + geometry.layer) + head)  # [H]
-        bits = mix(stream[None, :, None] + positions[:, None])  # [B, H, n]
-        return (bits & 0xFFFFFF).float() / 2**24
+        streams = self.begun(step.geometry, step.positions.device)
+        return uniform(streams[None, :, None] + step.positions[:, None])
+
+    def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop:
+        return Loop("scores.replace_lowest_at_random", (self.streams(geometry, torch.device("cpu")).numpy(),))
+
+    def begun(self, geometry: Geometry, device: torch.device) -> Tensor:
+        """:meth:`streams`, made once."""
+        key = geometry.layer, geometry.first_head, geometry.kv_heads, device
+        if key not in self._streams:
+            self._streams[key] = self.streams(geometry, device)
+        return self._streams[key]
+
+    def streams(self, geometry: Geometry, device: torch.device) -> Tensor:
+        """Where the draws of a layer's heads begin, int64 ``[H]``."""
+        head = geometry.first_head + torch.arange(geometry.kv_heads)
+        return mix(mix(mix(torch.tensor(self._bits)) + geometry.layer) + head).to(device)
+
+
+def uniform(state: Tensor) -> Tensor:
+    """A number in [0, 1) for every int64, float32."""
+    return (mix(state) & 0xFFFFFF).float() / 2**24
 
 
 def require_seed(seed: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvkeep.policies.base import EntryPolicy, Step
+from kvkeep.kernels.place import Loop
+from kvkeep.policies.base import EntryPolicy, Geometry, Step
 
 
 class Streaming(EntryPolicy):
@@ -21,3 +23,6 @@ class Streaming(EntryPolicy):
     def priority(self, step: Step) -> Tensor:
         keys = step.leaving[0]
         return keys.new_zeros(keys.shape[:3])
+
+    def loop(self, geometry: Geometry, dtype: torch.dtype) -> Loop:
+        return Loop("places.replace_lowest")  # all are 0 from the start

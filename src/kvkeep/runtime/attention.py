@@ -15,10 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvkeep.sparse_attention import causal_attention, masked_attention
+from kvkeep.sparse_attention import causal_attention, masked_output
 
 NAME = "kvkeep"
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # keywords that change the softmax
+UNSUPPORTED = frozenset(("softcap", "s_aux", "position_bias"))  # keywords that change the softmax
 
 
 class Handler(Protocol):
@@ -53,7 +53,8 @@ def attention(
         ValueError: for models whose softmax is not the plain one, for dropout, and for masks other than padding.
     """
     if kvkeep is not None and kvkeep.takes(module):
-        _require_plain(module, attention_mask, dropout, query.shape[2], kwargs)
+        if dropout or attention_mask is not None or not UNSUPPORTED.isdisjoint(kwargs):
+            _require_plain(module, attention_mask, dropout, query.shape[2], kwargs)
         output = kvkeep.attend(module, query, key, value, attention_mask, scaling)
         return output.transpose(1, 2).contiguous(), None
     plain = not dropout and getattr(module, "is_causal", True) and all(kwargs.get(name) is None for name in UNSUPPORTED)
@@ -61,7 +62,7 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1:  # packed heads: faster than sdpa's grouped heads on CPU, and the same in every cache
-        output = masked_attention(query, key, value, attention_mask, scaling)[0]
+        output = masked_output(query, key, value, attention_mask, scaling)
     else:
         live = None if attention_mask is None else attention_mask[:, :, 0]
         output = causal_attention(query, key, value, scaling, live)
@@ -69,7 +70,7 @@ def attention(
 
 
 def _require_plain(module, mask: Tensor | None, dropout: float, count: int, kwargs: dict) -> None:
-    changed = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    changed = [name for name in sorted(UNSUPPORTED) if kwargs.get(name) is not None]
     if changed:
         raise ValueError(
             f"{type(module).__name__} uses {', '.join(changed)}, which kvkeep's attention does not support"
@@ -93,13 +94,16 @@ def attention_mask(
     """The mask under ``"kvkeep"``: for full attention just the padding, bool ``[B, 1, 1, kv]``, never queries x keys.
 
     Layers of any other shape (sliding, packed, bidirectional, a static cache with columns not yet written) get the
-    mask that ``sdpa`` would.
+    mask that ``sdpa`` would. Offsets may be tensors: where there are as many columns as queries, the newest is last
+    whatever they say.
     """
-    newest_is_last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    known = isinstance(q_offset, int) and isinstance(kv_offset, int)
+    newest_is_last = q_length == kv_length or (known and q_offset + q_length == kv_offset + kv_length)
     if mask_function is causal_mask_function and kwargs.get("local_size") is None and newest_is_last:
         if attention_mask is None:
             return None
-        return attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
+        last = kv_offset + kv_length if known else attention_mask.shape[1]
+        return attention_mask[:, None, None, last - kv_length : last].bool()
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
 
 

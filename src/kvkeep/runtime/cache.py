@@ -14,6 +14,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
@@ -89,11 +90,13 @@ class EvictingCache(Cache):
             ]
         super().__init__(layers=layers)
         self.policy = policy
+        for layer in self.evicting_layers:
+            layer.leader = self.evicting_layers[0]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx >= len(self.layers):
             raise ValueError(f"the cache was made for {len(self.layers)} layers; the model has a layer {layer_idx}")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
     def evicting_layers(self) -> list[EvictingLayer]:
@@ -140,23 +143,42 @@ class EvictingLayer(CacheLayerMixin):
     def __init__(self, config: PreTrainedConfig, policy: Policy, index: int, dense: bool, padding):
         super().__init__()
         self.config, self.policy, self.index, self.dense, self.padding = config, policy, index, dense, padding
-        self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
+        self.hands_keywords = transformers_version() >= HANDS_KEYWORDS
+        self.leader, self.handing = self, None  # the first of the cache's evicting layers, and what it found
         self.residency: Residency | None = None
         self.geometry: Geometry | None = None
+        self.made_for: tuple[int, int, int] | None = None  # rows, KV heads, size of a head
+        self.lead = 0  # columns of padding of the first row
         self.awaiting = False  # handed on to the attention function, which has not attended yet
 
     # What transformers asks
 
-    def get_seq_length(self) -> int:
+    @property
+    def columns(self) -> int:
+        """Columns seen, padding included: what transformers calls the sequence length."""
+        return self.residency.seen[0] + self.lead if self.residency else 0
+
+    def get_seq_length(self) -> int | Tensor:
+        """``columns``; a tensor, for which nobody waits, where a step runs on an accelerator or is being compiled.
+
+        The device counts tokens, so that a step that runs from a captured graph counts too.
+        """
+        steady = self.hands_over and self.residency is not None and self.residency.steady
+        if steady and (is_dynamo_compiling() or self.residency.clock.device.type != "cpu"):
+            return self.residency.clock[0] + self.lead
         return self.columns
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Under kvkeep's attention the mask is padding over all columns; stock attention sees what update returns."""
+        """Under kvkeep's attention the mask is padding over all columns; stock attention sees what update returns.
+
+        A row that is full has no padding to tell of: then the one new column is enough.
+        """
         if self.hands_over:
-            return self.columns + query_length, 0
+            steady = query_length == 1 and self.residency is not None and self.residency.steady
+            return (1, self.get_seq_length()) if steady else (self.columns + query_length, 0)
         slots = self.policy.budget.slots
         if query_length == 1:
             width = min(self.columns + 1, slots)
@@ -169,7 +191,7 @@ class EvictingLayer(CacheLayerMixin):
 
     @property
     def hands_over(self) -> bool:
-        return self.config._attn_implementation == attention.NAME and transformers_version() >= HANDS_KEYWORDS
+        return self.hands_keywords and self.config._attn_implementation == attention.NAME
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take n new pairs ``[B, H, n, D]``; returns what stock attention should read.
@@ -177,20 +199,27 @@ class EvictingLayer(CacheLayerMixin):
         Raises:
             ValueError: where the policy or the prompt needs kvkeep's attention and the model does not use it.
         """
-        self.is_initialized = True
-        keywords = next((given for given in (*args, *kwargs.values()) if isinstance(given, dict)), None)
+        if self is self.leader or self.leader.handing is None:
+            self.leader.handing = self.hands_over  # asked once a forward
+        keywords = kwargs.get("kwargs")
+        if keywords is None or self.awaiting or not self.leader.handing:
+            return self._update_otherwise(key_states, value_states, *args, **kwargs)
+        keywords["kvkeep"] = self  # the model passes these keywords on to the attention function
+        self.awaiting = True
+        return key_states, value_states
+
+    def _update_otherwise(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.awaiting:
             raise ValueError('the model did not call kvkeep\'s attention; load it with attn_implementation="kvkeep"')
-        if not self.hands_over:
-            return self._update_under_stock_attention(key_states, value_states, keywords)
+        keywords = next((given for given in (*args, *kwargs.values()) if isinstance(given, dict)), None)
+        if not self.leader.handing:
+            return self._update_under_stock_attention(keys, values, keywords)
         if keywords is None:
             raise ValueError(
                 "this model does not hand its attention's keywords to the cache, which kvkeep's attention needs; "
                 'use an entry policy with attn_implementation="sdpa"'
             )
-        keywords["kvkeep"] = self  # the model passes these keywords on to the attention function
-        self.awaiting = True
-        return key_states, value_states
+        return self.update(keys, values, kwargs=keywords)
 
     def takes(self, module) -> bool:
         return True
@@ -198,21 +227,21 @@ class EvictingLayer(CacheLayerMixin):
     def attend(self, module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling) -> Tensor:
         """Called by kvkeep's attention function with what :meth:`update` let through."""
         self.awaiting = False
-        self._start(key, value, query.shape[1], scaling)
-        count = key.shape[2]
-        pads = None
-        if count > 1 or not all(self.residency.seen):
+        batch, kv_heads, count, head_dim = key.shape
+        if self.made_for != (batch, kv_heads, head_dim):
+            self._start(key, value, query.shape[1], scaling)
+        residency = self.residency
+        if count > 1 or not min(residency.slots.held):
             pads = self._new_pads(None if mask is None else attention.left_padding(mask[:, 0, 0]), count)
-        output = self.residency.advance(query, key, value, pads)
-        self.columns += count
-        return output
+            self.lead += pads[0]
+            return residency.advance(query, key, value, pads)
+        return residency.step(query, key, value)
 
     def fill(self, query: Tensor, keys: Tensor, values: Tensor, columns: int) -> None:
         """Pretend that ``columns`` tokens have been seen of which the given pairs are held: benchmarks only."""
         self._start(keys, values, query.shape[1], None)
-        self.residency.seen = [columns - keys.shape[2]] * keys.shape[0]
+        self.residency.start_at([columns - keys.shape[2]] * keys.shape[0])
         self.residency.advance(query, keys, values)
-        self.columns, self.is_initialized = columns, True
 
     def _update_under_stock_attention(self, keys: Tensor, values: Tensor, keywords: dict | None):
         if self.policy.kind == "attention":
@@ -220,22 +249,21 @@ class EvictingLayer(CacheLayerMixin):
         count, columns, slots = keys.shape[2], self.columns, self.policy.budget.slots
         self._start(keys, values, None, None)
         pads = None
-        if count > 1 or min(self.residency.seen) <= 1:  # position 0 is a first token, or padding: the next one tells
+        if count > 1 or min(self.residency.slots.held) <= 1:  # position 0: a first token or padding, the next tells
             pads = self._new_pads(self._padding_from_positions(keys, keywords), count)
+            self.lead += pads[0]
         if count > 1:
             self._require_sparse_is_exact(count, pads)
         held = self.residency.slots
         if count == 1 and columns:
             self.residency.advance(None, keys, values, pads)
             width = min(columns + 1, slots)
-            self.columns += 1
             return held.keys[:, :, slots - width :], held.values[:, :, slots - width :]
         resident = slice(slots - min(columns, slots), slots)
         seen = (keys, values)
         if columns:  # this forward only: what is held, then the new tokens in order
             seen = torch.cat([held.keys[:, :, resident], keys], 2), torch.cat([held.values[:, :, resident], values], 2)
         self.residency.advance(None, keys, values, pads)
-        self.columns += count
         return seen
 
     def _require_sparse_is_exact(self, count: int, pads: list[int]) -> None:
@@ -248,12 +276,12 @@ class EvictingLayer(CacheLayerMixin):
             )
 
     def _start(self, keys: Tensor, values: Tensor, query_heads: int | None, scaling) -> None:
+        shape = (keys.shape[0], keys.shape[1], keys.shape[3])
         if self.residency is not None:
-            made_for = (len(self.residency.seen), self.geometry.kv_heads, self.geometry.head_dim)
-            if made_for != (keys.shape[0], keys.shape[1], keys.shape[3]):
+            if shape != self.made_for:
                 raise ValueError(
                     "this cache holds {} rows of {} KV heads of size {}, the new tokens have {}, {} and {}: ".format(
-                        *made_for, keys.shape[0], keys.shape[1], keys.shape[3]
+                        *self.made_for, *shape
                     )
                     + "make a new cache, or reset this one"
                 )
@@ -261,7 +289,8 @@ class EvictingLayer(CacheLayerMixin):
         heads = query_heads or self.config.num_attention_heads
         self.geometry = layer_geometry(self.config, self.policy, self.index, heads, keys, scaling)
         self.residency = RESIDENCIES[self.policy.kind](self.policy, self.geometry, keys, values, dense=self.dense)
-        self.keys, self.values = self.residency.slots.keys, self.residency.slots.values
+        self.keys, self.values, self.made_for = self.residency.slots.keys, self.residency.slots.values, shape
+        self.is_initialized = True
 
     def _padding_from_positions(self, keys: Tensor, keywords: dict | None) -> list[int] | None:
         """Left padding from the position of the newest column, which counts real tokens only."""
@@ -281,30 +310,33 @@ class EvictingLayer(CacheLayerMixin):
 
     def _new_pads(self, padding: list[int] | None, count: int) -> list[int]:
         """How many of the next ``count`` columns are padding, per row."""
-        batch = len(self.residency.seen)
+        batch, columns = self.residency.clock.shape[0], self.columns
         if self.padding is not None:
             padding = [self.padding] * batch if isinstance(self.padding, int) else list(self.padding)
             if len(padding) != batch:
                 raise ValueError(f"padding was given for {len(padding)} rows, the batch has {batch}")
         padding = padding or [0] * batch
         for row, (pad, seen) in enumerate(zip(padding, self.residency.seen, strict=True)):
-            if seen and pad != self.columns - seen:
+            if seen and pad != columns - seen:
                 raise ValueError(
-                    f"row {row} had {self.columns - seen} columns of left padding before, now {pad} (under stock "
+                    f"row {row} had {columns - seen} columns of left padding before, now {pad} (under stock "
                     "attention the first piece of a prompt must reach into every row)"
                 )
-        return [min(max(pad - self.columns, 0), count) for pad in padding]
+        return [min(max(pad - columns, 0), count) for pad in padding]
 
     # Rows
 
     def reset(self) -> None:
-        self.residency, self.columns, self.awaiting = None, 0, False
+        self.residency, self.made_for, self.lead, self.awaiting = None, None, 0, False
         self.keys = self.values = None
         self.is_initialized = False
 
     def _select(self, rows: Tensor) -> None:
         if self.residency is not None:
+            columns = self.columns
             self.residency = self.residency.select(rows.to(self.residency.slots.keys.device))
+            self.lead = columns - self.residency.seen[0]
+            self.made_for = (len(rows), *self.made_for[1:])
             self.keys, self.values = self.residency.slots.keys, self.residency.slots.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -315,7 +347,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.residency is not None:
-            self._select(torch.arange(len(self.residency.seen)).repeat_interleave(repeats))
+            self._select(torch.arange(self.residency.clock.shape[0]).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

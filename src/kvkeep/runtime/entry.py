@@ -8,78 +8,98 @@ older than all new ones, and what was dropped could never return.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from kvkeep.kernels.place import compiled, raw, replace_lowest
 from kvkeep.lifetimes import running_topk
 from kvkeep.policies.base import EntryPolicy, Geometry, Step
-from kvkeep.runtime.residency import Residency, require_finite
+from kvkeep.runtime.residency import Residency
 from kvkeep.slots import gather_slots, pad_front
-from kvkeep.sparse_attention import causal_attention, live_attention, masked_attention
-
-PROTECTED = torch.inf  # priority of sinks and of tokens still in the window
+from kvkeep.sparse_attention import causal_attention, live_attention, masked_output, packed_output
 
 
 class EntryResidency(Residency):
     """See the module's docstring.
 
+    Once every row is full, a step changes nothing on the host and asks the device nothing.
+
     Attributes:
-        recent: int64 ``[B, H, window]``, the slot of the token at position p for the newest p, at ``p % window``.
+        recent: int64 ``[B, H, window]``, the slot of the token at position p for the newest p, at ``p % window``; of a
+            token to come, the free slot that it will get.
+        known: int64 ``[B]``, the first position whose priority is not known where a loop scores tokens before they
+            leave, or 0.
         dense: attend densely within each piece of many tokens and prune once after it.
         keep: False forgets the tokens after a piece (offline, where only attention and lifetimes are wanted).
     """
 
-    row_tensors = ("lifetimes", "recent")
+    row_tensors = (*Residency.row_tensors, "known", "recent")
 
     def __init__(self, policy: EntryPolicy, geometry: Geometry, keys: Tensor, values: Tensor, dense=False, keep=True):
         super().__init__(policy, geometry, keys, values)
-        self.dense, self.keep = dense, keep
-        self.slots.add_extra("priority", (), self.wide, PROTECTED)
-        heads = self.slots.positions.shape[:2]
-        self.recent = torch.zeros(*heads, self.budget.window, dtype=torch.int64, device=keys.device)
+        self.dense, self.keep, self.steady = dense, keep, False
+        self.slots.add_extra("priority", (), self.wide)
+        batch, heads, capacity = self.slots.positions.shape
+        coming = capacity - 1 - torch.arange(self.budget.window, device=keys.device)
+        self.recent = coming.expand(batch, heads, -1).contiguous()
+        self.known = torch.zeros_like(self.clock)
         self.memory = policy.new_memory(geometry, keys.shape[0], keys.device, self.wide)
 
     def step(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
-        positions = self.positions(1)  # [B, 1]
-        column = (positions % self.budget.window)[:, None].expand(-1, keys.shape[1], -1)  # [B, H, 1]
-        self.score_leaving(keys, values, positions, column)
-        slot = self.choose_slot()
-        self.slots.write(slot, keys, values, positions, {"priority": PROTECTED})
-        self.slots.held = [min(held + 1, self.budget.rest) for held in self.slots.held]
-        self.recent.scatter_(2, column, slot)
-        self.seen = [seen + 1 for seen in self.seen]
+        slots, bound = self.slots, None if is_dynamo_compiling() else self.bound
+        if bound is None:
+            self.score_leaving(keys, values)
+            fine = replace_lowest(*self.places, keys, values, self.budget.sinks, self.budget.window)
+        else:
+            loop, before, after, *packed = bound
+            fine = loop(*before, raw(keys), raw(values), *after)
+        if not fine:
+            self.check(keys, values)
+            raise self.not_finite("priorities")
+        if self.steady and bound is not None and query is not None:
+            return packed_output(query, *packed, self.geometry.scaling)
+        if not self.steady:
+            slots.held = [min(held + 1, self.budget.rest) for held in slots.held]
+            self.steady = min(slots.held) == self.budget.rest
         if query is None:
             return None
+        held = slots.view(slots.keys), slots.view(slots.values)
+        return masked_output(query, *held, _rows(slots.live()), self.geometry.scaling)
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        """What a step writes, as :func:`kvkeep.kernels.place.replace_lowest` takes it."""
         slots = self.slots
-        return masked_attention(
-            query, slots.view(slots.keys), slots.view(slots.values), _rows(slots.live()), self.geometry.scaling
-        )[0]
+        return slots.keys, slots.values, slots.positions, slots.extras["priority"], self.recent, self.clock
 
-    def score_leaving(self, keys: Tensor, values: Tensor, positions: Tensor, column: Tensor) -> None:
-        """Give the token at ``position - window`` its priority; sinks stay protected."""
-        leaving = positions - self.budget.window  # [B, 1]
-        slot = self.recent.gather(2, column)  # [B, H, 1]
-        pair = gather_slots(self.slots.keys, slot), gather_slots(self.slots.values, slot)
-        priority = self.priority((keys, values), pair, leaving)
-        competes = (leaving >= self.budget.sinks)[:, None]
-        stored = self.slots.extras["priority"]
-        stored.scatter_(2, slot, torch.where(competes, priority, stored.gather(2, slot)))
+    @cached_property
+    def bound(self) -> tuple | None:
+        """All of a step but attention as one compiled loop, its arguments before and after the new pair; packed slots.
 
-    def choose_slot(self) -> Tensor:
-        """The slot for the new pair, ``[B, H, 1]``: a free one, or that of the lowest (priority, position)."""
-        slots, rest = self.slots, self.budget.rest
-        free = [slots.capacity - held - 1 for held in slots.held]
-        full = [held == rest for held in slots.held]
-        heads = slots.positions.shape[1]
-        slot = torch.tensor(free, device=slots.keys.device)[:, None, None].expand(-1, heads, -1)
-        if not any(full):
-            return slot
-        priority = slots.extras["priority"]
-        tied = priority == priority.amin(-1, keepdim=True)
-        loser = torch.where(tied, slots.positions, torch.iinfo(torch.int32).max).argmin(-1, keepdim=True)
-        if all(full):
-            return loser
-        return torch.where(torch.tensor(full, device=slot.device)[:, None, None], loser, slot)
+        None where the policy has no loop, or the tensors are not on the CPU.
+        """
+        loop = self.policy.loop(self.geometry, self.wide) if self.clock.device.type == "cpu" else None
+        if loop is None:
+            return None
+        others = (self.known,) if loop.ahead else self.memory.values()
+        arrays = tuple(map(raw, (*self.places, *others)))
+        slots, after = self.slots, (self.budget.sinks, self.budget.window, *loop.arguments)
+        return compiled(loop.name), arrays, after, slots.keys.flatten(0, 1), slots.values.flatten(0, 1)
+
+    def assign(self, rows: Tensor, part: EntryResidency) -> None:
+        super().assign(rows, part)
+        self.steady = min(self.slots.held) == self.budget.rest
+
+    def score_leaving(self, keys: Tensor, values: Tensor) -> None:
+        """Give the token at ``clock - window`` its priority."""
+        slots, window = self.slots, self.budget.window
+        positions = self.clock[:, None] - window  # [B, 1]
+        slot = self.recent.gather(2, (positions % window)[:, None].expand(-1, keys.shape[1], -1))  # [B, H, 1]
+        leaving = gather_slots(slots.keys, slot), gather_slots(slots.values, slot)
+        slots.extras["priority"].scatter_(2, slot, self.priority((keys, values), leaving, positions))
 
     def ingest(self, query: Tensor | None, keys: Tensor, values: Tensor) -> Tensor | None:
         held, count = self.slots.held[0], keys.shape[2]
@@ -101,7 +121,8 @@ class EntryResidency(Residency):
             self.lifetimes[:, :, : evicted_at.shape[-1]] = evicted_at
         if self.keep:
             self.store(keys.detach(), values.detach(), token, priority, evicted_at)
-        self.seen = [seen + count for seen in self.seen]
+        self.pass_on(count)
+        self.known.zero_()
         return output
 
     def score_pieces(self, keys: Tensor, values: Tensor, known: Tensor, positions: Tensor) -> Tensor:
@@ -113,18 +134,30 @@ class EntryResidency(Residency):
         keys, values = keys.detach(), values.detach()
         leaving = pad_front(keys[:, :, at], ahead), pad_front(values[:, :, at], ahead)
         scored = self.priority((keys[:, :, held:], values[:, :, held:]), leaving, positions - window)
-        priority = torch.cat([known, known.new_full((*known.shape[:2], count), PROTECTED)], -1)
-        competes = (positions[:, ahead:] - window >= self.budget.sinks)[:, None]
-        priority[:, :, at] = torch.where(competes, scored[..., ahead:], priority[:, :, at])
+        priority = torch.cat([known, known.new_zeros(*known.shape[:2], count)], -1)
+        priority[:, :, at] = scored[..., ahead:]
         return priority
 
     def priority(self, entering: tuple, leaving: tuple, positions: Tensor) -> Tensor:
-        """The policy's priorities ``[B, H, n]`` of the leaving tokens, checked."""
-        step = Step(self.geometry, entering, leaving, positions, self.memory)
+        """The policy's priorities ``[B, H, n]`` of the leaving tokens; if all is well, its memory is written in place.
+
+        Raises:
+            NotFinite: naming layer and position.
+        """
+        memory = dict(self.memory)
         with torch.no_grad():
-            priority = self.policy.priority(step).to(self.wide)
-        real = priority.masked_fill((positions < 0)[:, None], 0)
-        require_finite(real, "priorities", self.geometry.layer, max(self.seen))
+            priority = self.policy.priority(Step(self.geometry, entering, leaving, positions, memory)).to(self.wide)
+        if min(self.slots.held) < self.budget.window:  # nothing leaves yet, somewhere
+            priority = priority.masked_fill((positions < 0)[:, None], 0)
+        if not self.finite(priority):
+            self.check(*entering)  # who is to blame
+            self.require_finite(priority, "priorities")
+        for name, tensor in memory.items():  # in place: a captured graph finds it where it was
+            mine = self.memory.setdefault(name, tensor)
+            if mine.shape != tensor.shape:  # of a policy that has no fixed memory, and pays for that elsewhere
+                self.memory[name] = tensor
+            elif mine is not tensor:
+                mine.copy_(tensor)
         return priority
 
     def attend(self, query: Tensor | None, keys: Tensor, values: Tensor, evicted_at: Tensor) -> Tensor | None:
@@ -144,6 +177,7 @@ class EntryResidency(Residency):
         for tensor, source in zip(slots.tensors(), sources, strict=True):
             tensor[:, :, target] = gather_slots(source, alive)
         slots.held = [kept] * len(slots.held)
+        self.steady = kept == self.budget.rest
         newest = torch.arange(max(kept - window, 0), kept, device=keys.device) + slots.capacity - kept  # slots
         column = token[:, :, length - len(newest) :].long() % window
         self.recent.scatter_(2, column, newest.expand(*column.shape[:2], -1).contiguous())

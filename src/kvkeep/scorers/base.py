@@ -23,10 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvkeep.budget import Budget
+from kvkeep.kernels.place import Loop
 from kvkeep.lifetimes import static_priority
 from kvkeep.scorers.layout import LayerShape, Layout
 from kvkeep.slots import pad_front
@@ -58,6 +60,7 @@ class LayerScorer(nn.Module):
     """
 
     method: ClassVar[str]  # the policy it serves
+    remembers: ClassVar[bool] = False  # whether it reads what enters
     Options: ClassVar[type]  # a frozen dataclass
 
     def __init__(self, shape: LayerShape, options, generator: torch.Generator):
@@ -133,9 +136,27 @@ class LayerScorer(nn.Module):
         """
         raise ScorerError(f"a {self.method} scorer cannot start from a {other.method} scorer")
 
-    def raw(self, entering: Tensor, leaving: Tensor, state: State) -> Tensor:
-        """The network: inputs ``[B, H, n, 2D]``, standardised -> ``[B, H, n]``, replacing the tensors of ``state``."""
+    def raw(self, entering: Tensor | None, leaving: Tensor, state: State) -> Tensor:
+        """The network: inputs ``[B, H, n, 2D]``, standardised -> ``[B, H, n]``, replacing the tensors of ``state``.
+
+        ``entering`` is None where the scorer does not remember.
+        """
         raise NotImplementedError
+
+    def loop(self, decay: Tensor, decay_step: int, dtype: torch.dtype) -> Loop | None:
+        """A step of its policy on the CPU as one compiled loop, with the weights as they are now; None where there is
+        none.
+
+        Args:
+            decay: ``[H]``, log of the decay per ``decay_step`` tokens.
+            dtype: of priorities and state.
+        """
+        return None
+
+    def packed(self, dtype: torch.dtype, *weights: Tensor) -> np.ndarray:
+        """``[H, total]``: what inputs are standardised by, then ``weights``, each ``[H, ...]``; a copy."""
+        parts = [tensor.detach().to(dtype).reshape(self.shape.kv_heads, -1) for tensor in weights]
+        return torch.cat([self.input_mean.to(dtype), self.input_std.to(dtype), *parts], 1).numpy()
 
     def score(self, entering: Pair, leaving: Pair, state: State) -> Tensor:
         """Scores of the leaving tokens at n steps.
@@ -149,7 +170,8 @@ class LayerScorer(nn.Module):
             ``[B, H, n]``, in float32 or the dtype of the pairs or parameters, whichever is wider.
         """
         with full_precision(leaving[0].device):
-            raw = self.raw(self.standardised(entering), self.standardised(leaving), state)
+            entered = self.standardised(entering) if self.remembers else None
+            raw = self.raw(entered, self.standardised(leaving), state)
             return (raw - self.score_mean.to(raw.dtype)[:, None]) / self.score_std.to(raw.dtype)[:, None]
 
     def standardised(self, pair: Pair) -> Tensor:
@@ -380,7 +402,8 @@ class Scorer(nn.Module):
 def full_precision(device: torch.device) -> AbstractContextManager:
     """Shields what is inside from an autocast around it."""
     available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+    around = available and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if around else nullcontext()
 
 
 def per_head(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -13,7 +13,8 @@ last L queries instead, exactly, since nothing is evicted in between. Either way
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -137,6 +138,22 @@ class FeatureSpec:
             kept |= {"decayed": ((group,), 0.0), "watched": ((), 0.0)}
         return kept
 
+    def counting(self, kept: Container[str], interval: int) -> dict[str, tuple[int, int]]:
+        """The fewest and the most queries until the next eviction at which a query counts, for each sum that is kept.
+
+        Where the whole interval has a sum, those that go on for longer get it from there when the interval ends.
+        """
+        ranges = {name: (1, interval if width == "L" else min(width, interval)) for name, width in self.sums().items()}
+        longer = (interval + 1 if "last_L" in kept else 1, sys.maxsize)
+        ranges |= dict.fromkeys(("cumulative", "decayed"), longer)
+        return {name: counts for name, counts in ranges.items() if name in kept}
+
+    def end(self, kept: Mapping[str, Tensor]) -> None:
+        """An interval is over: what it has counted belongs to the longer sums too."""
+        for name in ("cumulative", "decayed"):
+            if name in kept and "last_L" in kept:
+                kept[name].add_(kept["last_L"])
+
     def begin(self, kept: Mapping[str, Tensor]) -> None:
         """A new interval: its sums start again, and the past fades."""
         for name, tensor in kept.items():
@@ -165,15 +182,11 @@ class FeatureSpec:
             interval: L.
         """
         total = probabilities.sum(3).transpose(2, 3)  # [B, H, N, G]
-        for name in ("cumulative", "decayed"):
-            if name in kept:
-                kept[name].add_(total)
+        for name, (first, last) in self.counting(kept, interval).items():
+            counts = (until >= first) & (until <= last)  # [B, n]
+            kept[name].add_(_over(probabilities, counts, total))
         if "watched" in kept:
             kept["watched"].add_((held[:, :, None] <= queries[:, None, :, None]).sum(2))
-        for name, width in self.sums().items():
-            if name in kept:
-                counts = until <= min(interval, interval if width == "L" else width)  # [B, n]
-                kept[name].add_(_over(probabilities, counts, total))
         if "most" in kept:
             counts = (until <= interval)[:, None, None, :, None]
             kept["most"].copy_(kept["most"].maximum(probabilities.where(counts, 0).amax(3).transpose(2, 3)))
@@ -220,11 +233,15 @@ class FeatureSpec:
             ``[B, H, N, width]``, in float32 or wider; not standardised.
         """
         wide = torch.promote_types(keys.dtype, torch.float32)
-        parts = [keys.to(wide), values.to(wide)] if self.kv else []
-        parts += [self.scale(name, kept, positions, query, interval).to(wide) for name in self.order()]
+        parts = [keys, values] if self.kv else []
+        parts += [self.scale(name, kept, positions, query, interval) for name in self.order()]
         if self.age:
             parts.append((query - positions).to(wide).clamp(min=0).log1p()[..., None])
-        return torch.cat(parts, -1)
+        widths = [part.shape[-1] for part in parts]
+        features = keys.new_empty(*positions.shape, sum(widths), dtype=wide)
+        for part, target in zip(parts, features.split(widths, -1), strict=True):
+            target.copy_(part)  # widened on the way
+        return features
 
     def order(self) -> list[str]:
         """The statistics by name, in the order of the vector."""
@@ -252,9 +269,11 @@ class FeatureSpec:
         return (value + SMALLEST).log() if self.normalize == "log" else value
 
 
-def _over(probabilities: Tensor, counts: Tensor, total: Tensor) -> Tensor:
+def _over(probabilities: Tensor, counts: Tensor, total: Tensor) -> Tensor | float:
     """Sums ``[B, H, N, G]`` over the queries that count, bool ``[B, n]``."""
     if bool(counts.all()):
         return total
+    if not bool(counts.any()):
+        return 0.0
     weights = counts.to(probabilities.dtype)
     return torch.einsum("bhgqn,bq->bhng", probabilities, weights)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from kvkeep.budget import Budget
-from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, per_head
+from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, full_precision, per_head
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.scorers.layout import LayerShape
 
@@ -103,9 +103,18 @@ class Foresight(LayerScorer):
         """What the network says ``[B, H, n]`` of tokens with features ``[B, H, n, width]``.
 
         A log of future attention, or with the ranking loss a number that ranks it; for the features see
-        :meth:`~kvkeep.scorers.features.FeatureSpec.build`.
+        :meth:`~kvkeep.scorers.features.FeatureSpec.build`. Without gradients the weights are standardised instead of
+        the features, which are many more numbers.
         """
-        return self.score((features,), (features,), {})
+        if torch.is_grad_enabled():
+            return self.score((features,), (features,), {})
+        with full_precision(features.device):
+            wide = torch.promote_types(features.dtype, self.w1.dtype)
+            scale = self.input_std.to(wide).reciprocal()  # [H, width]
+            w1 = self.w1.to(wide) * scale[..., None]
+            b1 = self.b1.to(wide) - (self.input_mean.to(wide)[:, None] @ w1)[:, 0]
+            raw = per_head(gelu(per_head(features.to(wide), w1, b1)), self.w2, self.b2)[..., 0]
+            return (raw - self.score_mean.to(wide)[:, None]) / self.score_std.to(wide)[:, None]
 
     def keep(self, features: Tensor) -> Tensor:
         """Keep scores ``[B, H, n]``: ``phi + value_power log |v| - age_power log(1 + age)``.

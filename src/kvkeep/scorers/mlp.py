@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from kvkeep.kernels.place import Loop
 from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, per_head
 from kvkeep.scorers.layout import LayerShape
 
@@ -54,3 +55,8 @@ class MLP(LayerScorer):
     def raw(self, entering: Tensor, leaving: Tensor, state: State) -> Tensor:
         hidden = silu(per_head(leaving, self.w1, self.b1))  # [B, H, n, hidden]
         return per_head(hidden, self.w2, self.b2)[..., 0]
+
+    def loop(self, decay: Tensor, decay_step: int, dtype: torch.dtype) -> Loop:
+        weights = self.packed(dtype, self.w1, self.b1, self.w2, self.b2, self.score_mean, self.score_std, decay)
+        arguments = weights, self.w1.shape[-1], decay_step, self.shape.index
+        return Loop("scores.replace_lowest_by_mlp", arguments, ahead=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad, silu
 
+from kvkeep.kernels.place import Loop
 from kvkeep.scorers.base import SHARE, LayerScorer, ScorerError, State, drawn, per_head
 from kvkeep.scorers.layout import LayerShape, Layout
 from kvkeep.scorers.mlp import MLP, SMALL
@@ -109,6 +110,7 @@ class MLSTM(LayerScorer):
     """
 
     method = "kvpop"
+    remembers = True
     Options = MLSTMOptions
 
     def __init__(self, shape: LayerShape, options: MLSTMOptions, generator: torch.Generator):
@@ -147,6 +149,18 @@ class MLSTM(LayerScorer):
         if not self.options.delay:
             state["waiting"] = torch.zeros(batch, heads, window, dtype=dtype, device=device)
         return state
+
+    def loop(self, decay: Tensor, decay_step: int, dtype: torch.dtype) -> Loop | None:
+        if not self.options.delay:
+            return None
+        options = self.options
+        memory = [self.w_query, self.w_key, self.w_gates, self.b_gates]
+        memory += [] if options.value_dim is None else [self.w_value]
+        readout = self.w1, self.b1, self.w2, self.b2, self.score_mean, self.score_std
+        weights = self.packed(dtype, *memory, *readout, decay)
+        widths = options.features, self.w1.shape[-1], options.value_dim is not None
+        arguments = weights, *widths, options.normaliser == "ratio", LEAST, decay_step
+        return Loop("scores.replace_lowest_by_mlstm", arguments)
 
     @torch.no_grad()
     def start_from(self, other: LayerScorer) -> None:

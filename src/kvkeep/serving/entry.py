@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.policies.base import EntryPolicy, Geometry, Step
-from kvkeep.runtime.entry import PROTECTED, EntryResidency
+from kvkeep.runtime.entry import EntryResidency
 from kvkeep.runtime.residency import NotFinite
-from kvkeep.serving.choice import Chooser
+from kvkeep.serving.choice import PROTECTED, Chooser
 from kvkeep.serving.memory import memory_shapes, recall, remember
 from kvkeep.serving.pages import Pages, State
 from kvkeep.serving.recurrence import Recurrence
@@ -116,21 +116,24 @@ class EntryLayer:
         count = min(seen, self.policy.budget.rest)
         shift = slots.capacity - count
         keys, values = self.pages.read(rows.blocks, self.pages.every(0, count, 1))
-        sources = (keys, values, state["positions"][rows.blocks, :, :count], state["priority"][rows.blocks, :, :count])
+        positions, priority = (state[name][rows.blocks, :, :count] for name in ("positions", "priority"))
+        sources = keys, values, positions, priority.masked_fill(priority == PROTECTED, 0)  # protected by position there
         for target, source in zip(slots.tensors(), sources, strict=True):
             target[:, :, shift:] = source
-        slots.held, residency.seen = [count], [seen]
+        slots.held = [count]
+        residency.start_at([seen])
         recent = state["recent"][rows.blocks].long() + shift
         residency.recent = recent.clamp(max=slots.capacity - 1)  # of fewer tokens than a window the rest is anything
 
     def put_back(self, residency: EntryResidency, rows: Rows) -> None:
         """Write what a residency holds into the page."""
-        slots, state, blocks = residency.slots, self.pages.state, rows.blocks
+        slots, state, blocks, budget = residency.slots, self.pages.state, rows.blocks, self.policy.budget
         count = slots.held[0]
         keys, values, positions, priority = (slots.view(tensor) for tensor in slots.tensors())
         self.pages.write(blocks, self.pages.every(0, count, 1), keys, values)
         state["positions"][blocks, :, :count] = positions
-        state["priority"][blocks, :, :count] = priority
+        inside = (positions >= budget.sinks) & (positions < residency.clock[:, None, None] - budget.window)
+        state["priority"][blocks, :, :count] = priority.masked_fill(~inside, PROTECTED)
         state["priority"][blocks, :, count:] = PROTECTED
         state["recent"][blocks] = (residency.recent - (slots.capacity - count)).clamp(min=0).int()
         remember(self.pages, rows, residency.memory)

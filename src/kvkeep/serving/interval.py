@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.policies.base import AttentionPolicy, Geometry
 from kvkeep.runtime.interval import IntervalResidency
-from kvkeep.runtime.residency import require_finite, rows_by
+from kvkeep.runtime.residency import rows_by
 from kvkeep.serving.memory import memory_shapes, recall, remember
 from kvkeep.serving.pages import Pages, State
 from kvkeep.serving.rows import Rows, held
@@ -87,9 +87,6 @@ class IntervalLayer:
         return None
 
     def watched_step(self, rows: Rows, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        layer, newest = self.geometry.layer, max(rows.seen)
-        require_finite(keys[:, :, None], "keys", layer, newest)
-        require_finite(values[:, :, None], "values", layer, newest)
         residency = self.gather(rows)
         output = residency.step(query[:, :, None], keys[:, :, None], values[:, :, None])
         if any(self.empty.boundary(seen) for seen in rows.seen):
@@ -131,9 +128,11 @@ class IntervalLayer:
         positions = _turned(pages.state["positions"][rows.blocks], turn).masked_fill(vacant, EMPTY)
         extras = {name: _turned(pages.state[SLOT + name][rows.blocks], turn) for name in self.empty.slots.extras}
         residency = object.__new__(IntervalResidency)
-        residency.__dict__.update(self.empty.__dict__)
-        residency.slots = Slots(keys, values, positions, held_now.tolist(), extras)
-        residency.seen = list(rows.seen)
+        residency.__dict__.update(self.empty.__getstate__())
+        fills = self.empty.slots.fills
+        residency.slots = Slots(keys, values, positions, held_now.tolist(), extras, fills, tidy=False)
+        residency.clock = rows.positions.clone()
+        residency.start_at(rows.seen)
         residency.memory = recall(pages, rows, self.empty.memory)
         if residency.recent is not None:
             residency.recent = pages.state[RECENT][rows.blocks]

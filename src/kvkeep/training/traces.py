@@ -82,6 +82,12 @@ class Tracing(Watching, Golden):
         others = {} if self._actor is None else self._actor.slot_statistics(geometry)
         return super().slot_statistics(geometry) | {ACTOR + name: kept for name, kept in others.items()}
 
+    def end_interval(self, statistics: dict[str, Tensor]) -> None:
+        own, others = parted(statistics)
+        super().end_interval(own)
+        if self._actor is not None:
+            self._actor.end_interval(others)
+
     def begin_interval(self, statistics: dict[str, Tensor]) -> None:
         own, others = parted(statistics)
         super().begin_interval(own)
