@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -285,7 +286,8 @@ def read_bytes(cache: Cache, held: int | None = None) -> int:
 def reachable_bytes(root: object) -> int:
     """Bytes of every tensor that a cache holds on to, however: counted by walking its objects, storages once.
 
-    Independent of what the cache says of itself. Policies, configs, networks and a layer's geometry are not its own.
+    Independent of what the cache says of itself. Policies, configs, networks, a layer's geometry and what is called
+    (from a function one can walk to every module) are not its own.
     """
     storages: dict[int, int] = {}
     for tensor in _tensors(root, set()):
@@ -295,7 +297,9 @@ def reachable_bytes(root: object) -> int:
 
 
 def _tensors(found: object, visited: set[int]) -> Iterator[Tensor]:
-    if isinstance(found, Policy | PreTrainedConfig | Geometry | nn.Module | str) or id(found) in visited:
+    if isinstance(found, Policy | PreTrainedConfig | Geometry | ModuleType | str) or callable(found):
+        return
+    if id(found) in visited:
         return
     visited.add(id(found))
     if isinstance(found, Tensor):

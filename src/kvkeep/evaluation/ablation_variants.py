@@ -118,8 +118,7 @@ def _decay(name: str) -> Variant:
 
 
 def _foresight(name: str, *, policy: Mapping[str, Any] | None = None, stage: str = "sft", **overrides: Any) -> Variant:
-    half = {} if overrides.get("preset") == "published" else {"hidden": 64}  # of the width, in half of the time
-    return Variant(name, half | overrides, foresightkv.METHOD, stage=stage, policy=policy or {})
+    return Variant(name, overrides, foresightkv.METHOD, stage=stage, policy=policy or {})
 
 
 FEW = {"steps": 20, "batch": 2, "group": 8, "lr": 1e-3, "compare_on": 2}  # of reinforcement, on a CPU
@@ -129,8 +128,7 @@ FORESIGHT = tuple(
     for asked in (
         (
             "foresight-best",
-            "ForesightKV: what does each departure from the paper's recipe bring? One is taken back at a time. (The "
-            "reference, and so all ablations of it, has half the hidden units of the preset.)",
+            "ForesightKV: what does each departure from the paper's recipe bring? One is taken back at a time.",
             (
                 _foresight("best"),
                 _foresight("published", preset="published"),

@@ -11,7 +11,7 @@ Presets
     ``published``  the paper's: six statistics, 16 hidden units, ranking loss with margin 0.01, learning rate 1e-2 with
                    a cosine over 1,000 steps, 8 traces a step; reinforced in groups of 8, 4 traces a step.
     ``best``       the default: along the evictions of ``h2o_decayed``; all but the 8 newest may go; statistics on a log
-                   scale and the age, 128 hidden units, the expected alpha, weighed by the value and the age; reinforced
+                   scale and the age, 64 hidden units, the expected alpha, weighed by the value and the age; reinforced
                    by what is still to come of a reward.
     ``mini``       ``best`` in a few steps, to see that everything runs.
 """
@@ -68,7 +68,7 @@ class Recipe:
     preset: str = "best"
     schedule: Schedule = field(default_factory=Schedule)
     reinforcement: reinforce.Schedule = field(default_factory=reinforce.Schedule)
-    hidden: int = 128
+    hidden: int = 64
     features: FeatureSpec = field(default_factory=FeatureSpec.best)
     held_out: float = 0.1
     storage: str = SPACING
