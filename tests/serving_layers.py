@@ -48,7 +48,7 @@ class Request:
         generator = torch.Generator().manual_seed(seed)
         self.query = torch.randn(1, HEADS * GROUP, length, SIZE, dtype=dtype, generator=generator) * 2
         self.keys, self.values = torch.randn(2, 1, HEADS, length, SIZE, dtype=dtype, generator=generator)
-        self.library = RESIDENCIES[policy.kind](policy, geometry_for(policy), self.keys, self.values)
+        self.residency = RESIDENCIES[policy.kind](policy, geometry_for(policy), self.keys, self.values)
         self.seen, self.block = 0, None
 
     def piece(self, count):
@@ -59,12 +59,12 @@ class Request:
         """Let the library take in the same tokens, one by one; returns its attention ``[1, Hq, n, D]``."""
         outputs = []
         for _ in range(count):
-            outputs.append(self.library.advance(*self.piece(1)))
+            outputs.append(self.residency.advance(*self.piece(1)))
             self.seen += 1
         return torch.cat(outputs, 2)
 
-    def library_holds(self):
-        slots = self.library.slots
+    def residency_holds(self):
+        slots = self.residency.slots
         return slots.view(slots.positions)[0].sort(-1).values
 
 

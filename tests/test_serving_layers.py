@@ -40,7 +40,7 @@ def prefill(layer, request, count, schedule=None):
 
 
 def compare(layer, request, got, expected):
-    assert torch.equal(layer.held_tokens(request.block, request.seen), request.library_holds())
+    assert torch.equal(layer.held_tokens(request.block, request.seen), request.residency_holds())
     assert (got - expected).abs().max() <= 1e-9
 
 
@@ -52,7 +52,7 @@ def compare(layer, request, got, expected):
     ahead=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_blocks_hold_what_the_library_holds(case, work, backend, plain, ahead, seed):
+def test_blocks_hold_what_the_residency_holds(case, work, backend, plain, ahead, seed):
     """Three requests take in pieces of prompt in turn, then tokens together; then one block is given to another."""
     policy = make(case)
     layer = make_layer(policy, backend=backend, seed=seed, plain=plain)
@@ -91,7 +91,7 @@ def test_scoring_ahead_is_rare_and_changes_nothing(case):
         layer.step(rows, None, *(torch.cat([piece[i][:, :, 0] for piece in pieces]) for i in (1, 2)))
         for request in here:
             request.follow(1)
-            assert torch.equal(layer.held_tokens(request.block, request.seen), request.library_holds())
+            assert torch.equal(layer.held_tokens(request.block, request.seen), request.residency_holds())
     assert sum(rounds) <= 3 + 50 / policy.budget.window
 
 
@@ -213,4 +213,4 @@ def test_tokens_held_follow_from_how_many_came(budget):
     request = Request(policy, 40, 0)
     for seen in range(1, 40):
         request.follow(1)
-        assert int(held(budget, torch.tensor(seen))) == request.library.slots.held[0]
+        assert int(held(budget, torch.tensor(seen))) == request.residency.slots.held[0]

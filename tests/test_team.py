@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 
+from kvkeep.training import loop
 from test_reinforce import log_of, reinforce
 from test_training import texts
 from tiny import tiny_model
@@ -20,7 +24,10 @@ IN_SHARES = {"steps": 4, "batch": 3, "save_every": 2, "evaluate_every": 4, "held
 
 def one_of_two(rank, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    meeting = {"init_method": f"file://{folder}/meet", "timeout": timedelta(seconds=120)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2, **meeting)
+    if rank == 0:  # whoever waits for nobody would go on from nothing
+        loop.save_state = late(loop.save_state)
     model = tiny_model(dtype=torch.float32)
     killed = reinforce(model, folder / "two", **IN_SHARES)
     killed.progress = stop
@@ -30,6 +37,14 @@ def one_of_two(rank, folder):
     metrics = fit.run()
     torch.save((fit.scorer.state_dict(), metrics), folder / f"result-{rank}")
     torch.distributed.destroy_process_group()
+
+
+def late(save):
+    def saved(*arguments):
+        time.sleep(2)
+        save(*arguments)
+
+    return saved
 
 
 def stop(stage, done, total):

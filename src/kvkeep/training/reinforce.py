@@ -121,6 +121,7 @@ class Reinforce(Loop):
             seed,
             progress if leads else None,
         )
+        self.team.wait()  # the first may be late: still writing, where a run was stopped and begun again in place
         state = folder / self.path.name
         if resume and not leads and state.exists():  # all go on from what the first has saved
             record = load_state(state, self.module, self.optimizer)

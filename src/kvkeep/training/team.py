@@ -19,6 +19,11 @@ class Team:
         """This process's part of ``items``."""
         return items[self.rank :: self.size]
 
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            distributed.barrier()
+
     def add(self, tensor: Tensor) -> Tensor:
         """Sum over all processes, in place."""
         if self.size > 1:
