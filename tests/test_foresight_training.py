@@ -7,19 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import kvkeep
 from all_policies import random_scorer
 from kvkeep.attention_mass import block_attention, future_maximum
-from kvkeep.policies.base import Geometry
 from kvkeep.policies.foresightkv import ForesightKV
-from kvkeep.runtime.interval import IntervalResidency
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.training import foresightkv
 from kvkeep.training.corpus import data_fingerprint
 from kvkeep.training.rank import Rank, Schedule, kendall_tau, overlap, spaced
-from kvkeep.training.traces import Trace, Tracing, acting, collected, harvest
+from kvkeep.training.traces import acting, harvest
 from test_training import Text, texts
 from tiny import random_ids, tiny_model
 
@@ -340,74 +338,3 @@ def test_the_score_loss_reaches_only_the_scorer_and_is_float32(model, tmp_path):
     assert scorer.layer(0).w1.grad.abs().max() > 0
     assert scorer.layer(1).w1.grad is None
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-# ---- E2: what only the key can tell
-
-
-def needles(seed, path, budget, length=96):
-    """A layer whose queries look at the first token only, until the last block of them looks for what keys tell.
-
-    Until then no attention says which tokens will be needed; returns (trace, attention of the last query, tensors).
-    """
-    generator = torch.Generator().manual_seed(seed)
-    key, query, value = torch.zeros(1, 1, length, 8), torch.zeros(1, 1, length, 8), torch.randn(1, 1, length, 8)
-    level = torch.rand(length, generator=generator)
-    key[0, 0, :, 0], key[0, 0, :, 3:] = level, torch.randn(length, 5, generator=generator) * 0.1
-    key[0, 0, 0, :3] = torch.tensor([0.0, 8.0, 0.0])
-    query[0, 0, :, 1] = 8.0
-    query[0, 0, -budget.interval :, 0], query[0, 0, -budget.interval :, 1] = 60.0, 0.0
-    geometry, spec = Geometry(0, 1, 1, 8, 1.0), collected(FeatureSpec())
-    policy = Tracing(budget, spec)
-    residency = IntervalResidency(policy, geometry, key, value)
-    residency.memory = policy.foresee(geometry, query, key)
-    residency.ingest(query, key, value)
-    found = policy.tensors() | {"key.0": key[0], "value.0": value[0]}
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, path)
-    return Trace("needles", path, budget, spec), (query, key, value)
-
-
-def kept_mass(policy, tensors):
-    """Of the last query's full attention, the share that falls on tokens held then."""
-    query, key, value = tensors
-    geometry = Geometry(0, 1, 1, 8, 1.0)
-    residency = IntervalResidency(policy, geometry, key, value)
-    if policy.oracle:
-        residency.memory = policy.foresee(geometry, query, key)
-    residency.record_lifetimes(key.shape[2])
-    residency.ingest(query, key, value)
-    attention = (query[0, 0, -1] @ key[0, 0].T).softmax(-1)
-    return float(attention[residency.lifetimes[0, 0] == key.shape[2]].sum())
-
-
-class OneLayer:
-    num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_size = 1, 1, 1, 8, 8
-
-
-def test_e2_keys_tell_what_attention_cannot(tmp_path):
-    """Spec 9, E2."""
-    budget = kvkeep.Budget(sinks=0, window=8, topk=16, interval=8)
-    made = [needles(seed, tmp_path / f"{seed}.safetensors", budget) for seed in range(24)]
-    train, held_out = made[:16], made[16:]
-    found, scorers = {}, {}
-    for name, spec in {
-        "keys and values": FeatureSpec(windows=(), cumulative=False, decay=None),
-        "attention": FeatureSpec(kv=False),
-    }.items():
-        scorer = kvkeep.scorers.new("foresightkv", OneLayer, budget, hidden=16, features=spec)
-        schedule = Schedule(loss="ranking", steps=300, batch=8, evictions=None, lr=1e-2, weight_decay=0.0)
-        fit = Rank(scorer, [t for t, _ in train], [t for t, _ in held_out], schedule, tmp_path / name.replace(" ", "-"))
-        found[name] = fit.run()["overlap"].value
-        scorers[name] = scorer
-    assert found["keys and values"] >= 0.9
-    assert found["attention"] < 0.7
-
-    def mass(name, **options):
-        policy = kvkeep.policies.create(name, budget, **options)
-        return sum(kept_mass(policy, tensors) for _, tensors in held_out) / len(held_out)
-
-    assert mass("golden") > 0.995
-    assert mass("foresightkv", scorer=scorers["keys and values"]) > 0.95
-    for rule in ("h2o", "snapkv"):
-        assert mass(rule) < 0.7
-    assert mass("foresightkv", scorer=scorers["attention"]) < 0.8

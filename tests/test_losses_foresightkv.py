@@ -18,7 +18,6 @@ from kvkeep.training.losses import (
     ranking,
     rewards_to_go,
     spike_reward,
-    spike_rewards,
 )
 
 BACKENDS = ("numba", "torch")
@@ -240,7 +239,7 @@ def test_foresightkv_a1_advantages():
 
 
 def test_what_is_still_to_come_of_a_reward():
-    parts = spike_rewards(FULL, EVICTED, ENTROPY, 0, reduction="sum")  # spikes at 1, 5 and 7
+    parts = spike_reward(FULL, EVICTED, ENTROPY, 0, reduction="sum", by_entry=True)  # spikes at 1, 5 and 7
     assert parts.sum().item() == pytest.approx(-10.56)
     found = rewards_to_go(parts, [0, 1, 2, 6, 8])
     assert found.tolist() == pytest.approx([-10.56, -10.56, -6.56, -4, 0])

@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +30,7 @@ from kvkeep.budget import Budget
 from kvkeep.kernels.place import Loop
 from kvkeep.lifetimes import static_priority
 from kvkeep.scorers.layout import LayerShape, Layout
+from kvkeep.scorers.linear import full_precision
 from kvkeep.slots import pad_front
 
 Pair = tuple[Tensor, Tensor]  # keys, values [B, H, n, D]
@@ -397,24 +397,3 @@ class Scorer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"method={self.method}, options={self.options}, budgets={list(self.budgets)}"
-
-
-def full_precision(device: torch.device) -> AbstractContextManager:
-    """Shields what is inside from an autocast around it."""
-    available = torch.amp.is_autocast_available(device.type)
-    around = available and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if around else nullcontext()
-
-
-def per_head(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map of its own in every head: ``[B, H, n, I]``, ``[H, I, O]``, ``[H, O]`` -> ``[B, H, n, O]``."""
-    batch, heads, count, size = inputs.shape
-    rows = inputs.transpose(0, 1).reshape(heads, batch * count, size)
-    weight = weight.to(inputs.dtype)
-    mapped = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.to(inputs.dtype)[:, None], rows, weight)
-    return mapped.view(heads, batch, count, -1).transpose(0, 1)
-
-
-def drawn(generator: torch.Generator, *shape: int, std: float) -> nn.Parameter:
-    """A parameter drawn from a normal distribution, on the CPU so that a seed means the same everywhere."""
-    return nn.Parameter(torch.randn(*shape, generator=generator) * std)

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from kvkeep.budget import Budget
-from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, full_precision, per_head
+from kvkeep.scorers.base import LayerScorer, ScorerError, State
 from kvkeep.scorers.features import FeatureSpec
 from kvkeep.scorers.layout import LayerShape
+from kvkeep.scorers.linear import drawn, full_precision, per_head
 
 SMALLEST = 1e-6  # norm of a value whose log is taken
 INITIAL = 0.02  # deviation of weights and biases, the initializer range of the released code

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from kvkeep.kernels.place import Loop
-from kvkeep.scorers.base import LayerScorer, ScorerError, State, drawn, per_head
+from kvkeep.scorers.base import LayerScorer, ScorerError, State
 from kvkeep.scorers.layout import LayerShape
+from kvkeep.scorers.linear import drawn, per_head
 
 SMALL = 1e-2  # deviation of an initial score: the decay, or the newest of equals, rules at the start
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad, silu
 
 from kvkeep.kernels.place import Loop
-from kvkeep.scorers.base import SHARE, LayerScorer, ScorerError, State, drawn, per_head
+from kvkeep.scorers.base import SHARE, LayerScorer, ScorerError, State
 from kvkeep.scorers.layout import LayerShape, Layout
+from kvkeep.scorers.linear import drawn, per_head
 from kvkeep.scorers.mlp import MLP, SMALL
 
 LEAST = 1e-12  # of the ratio's denominator, in units where the largest write weighs 1

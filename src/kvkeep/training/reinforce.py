@@ -31,6 +31,7 @@ from kvkeep.policies.foresightkv import ForesightKV
 from kvkeep.scorers import Scorer
 from kvkeep.training import losses
 from kvkeep.training.corpus import Texts
+from kvkeep.training.gains import compared
 from kvkeep.training.loop import Group, Loop, Progress
 from kvkeep.training.reinforce_schedule import Schedule
 from kvkeep.training.rollout import (
@@ -38,7 +39,6 @@ from kvkeep.training.rollout import (
     Rollouts,
     Task,
     Trajectories,
-    compared,
     consequential,
     require_writing,
     seed_of,

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.budget import Budget
-from kvkeep.evaluation.statistics import Interval, bootstrap_difference, bootstrap_ratio
 from kvkeep.policies.base import Held
 from kvkeep.policies.foresightkv import ForesightKV
 from kvkeep.policies.full import Full
@@ -30,7 +29,7 @@ from kvkeep.runtime.replay import kvkeep_attention, replay, token_losses
 from kvkeep.scorers import Scorer
 from kvkeep.slots import gather_slots, lowest
 from kvkeep.training.corpus import Texts
-from kvkeep.training.losses import rewards_to_go, spike_rewards
+from kvkeep.training.losses import rewards_to_go, spike_reward
 from kvkeep.training.team import Team
 
 
@@ -337,7 +336,7 @@ class Rollouts:
         run = roll_out(self.model, scorer, ids, budget, seeds, rules.pool, listed, chosen, rules.rows)
         full = self.full(ids, remember)
         options = {name: getattr(rules, name) for name in ("eta", "low", "reduction", "variant")}
-        parts = spike_rewards(full.token_loss, run.token_loss, full.entropy, budget.slots, **options)
+        parts = spike_reward(full.token_loss, run.token_loss, full.entropy, budget.slots, by_entry=True, **options)
         if parts is None:
             return run, None
         made = sorted(range(consequential(budget, len(ids))) if chosen is None else chosen)
@@ -370,32 +369,3 @@ class Rollouts:
             found.append(tuple(float(column[task.budget.slots :].double().sum()) for column in columns))
         rewards = self.rewards(traces, self.fixed_seeds, scorer)
         return [Measured(reward, *sums) for reward, sums in zip(rewards, self.team.joined(found), strict=True)]
-
-
-def compared(traces: Sequence[Task], before: Sequence[Measured], after: Sequence[Measured]) -> dict[str, Interval]:
-    """Rewards and loss ratios of a scorer and the one it began as, with intervals over documents."""
-    if not traces:
-        return {}
-    found = {}
-    start, loss, full = (
-        list(per_document(traces, column).values())
-        for column in ([e.loss for e in before], [e.loss for e in after], [e.full_loss for e in after])
-    )
-    first, last = (per_document(traces, [each.reward for each in column]) for column in (before, after))
-    if first:
-        gain = [last[document] - first[document] for document in first]
-        for name, column in (("reward", list(last.values())), ("reward_gain", gain)):
-            found[name] = bootstrap_ratio(column, [1.0] * len(column))
-    return found | {
-        "loss_ratio": bootstrap_ratio(loss, full),
-        "loss_ratio_change": bootstrap_difference(loss, start, full),
-    }
-
-
-def per_document(traces: Sequence[Task], values: Sequence[float | None]) -> dict[int, float]:
-    """The mean over budgets, for documents that have one: they are what is drawn again, not budgets of one text."""
-    found: dict[int, list[float]] = {}
-    for task, value in zip(traces, values, strict=True):
-        if value is not None:
-            found.setdefault(task.document, []).append(value)
-    return {document: sum(each) / len(each) for document, each in found.items()}

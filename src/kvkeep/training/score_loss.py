@@ -9,7 +9,7 @@ from kvkeep.attention_mass import future_attention
 from kvkeep.budget import Budget
 from kvkeep.policies.base import Geometry
 from kvkeep.scorers import Scorer
-from kvkeep.scorers.base import full_precision
+from kvkeep.scorers.linear import full_precision
 from kvkeep.sparse_attention import live_lse
 from kvkeep.training import losses
 

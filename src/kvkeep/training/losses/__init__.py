@@ -17,7 +17,6 @@ from kvkeep.training.losses.foresightkv import (
     ranking,
     rewards_to_go,
     spike_reward,
-    spike_rewards,
 )
 from kvkeep.training.losses.intensity import age_edges, age_ranges, intensity
 from kvkeep.training.losses.kvpop import (
@@ -56,7 +55,6 @@ __all__ = [
     "regression",
     "rewards_to_go",
     "spike_reward",
-    "spike_rewards",
     "target_statistics",
     "top_logits",
     "tweedie",

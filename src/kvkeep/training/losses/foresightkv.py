@@ -249,6 +249,7 @@ def spike_reward(
     low: float = 0.8,
     reduction: str = "mean_low",
     variant: str = "spike",
+    by_entry: bool = False,
 ) -> Tensor | None:
     """Minus the squared increases of the token loss above `eta`, over tokens of which the full model was sure.
 
@@ -264,6 +265,7 @@ def spike_reward(
             paper's). For one trace they differ by a factor, which group-normalised advantages do not see.
         variant: "spike"; or a reward of the paper's ablation: "low_large", the same increases not squared (our
             reading); "low", "high" and "all", the plain increase of the loss over entries of that kind.
+        by_entry: the part that every entry from `start` on has, `[..., T - 1 - start]`, instead of their sum.
 
     Returns:
         `[...]`, one reward <= 0 a rollout ("low", "high" and "all" may be above); None where there is no entry to read:
@@ -272,21 +274,6 @@ def spike_reward(
     Raises:
         ValueError: where shapes do not fit, a loss is not finite or an option is unknown.
     """
-    parts = spike_rewards(full, evicted, entropy, start, eta, low, reduction, variant)
-    return None if parts is None else parts.sum(-1)
-
-
-def spike_rewards(
-    full: Tensor,
-    evicted: Tensor,
-    entropy: Tensor,
-    start: int,
-    eta: float = 1.5,
-    low: float = 0.8,
-    reduction: str = "mean_low",
-    variant: str = "spike",
-) -> Tensor | None:
-    """The part `[..., T - 1 - start]` of :func:`spike_reward` that every entry from `start` on has."""
     if reduction not in ("mean_low", "sum") or variant not in ("spike", "low_large", "low", "high", "all"):
         raise ValueError(f"unknown reduction {reduction!r} or variant {variant!r}")
     if full.shape != entropy.shape or full.shape not in (evicted.shape, evicted.shape[-1:]):
@@ -309,7 +296,8 @@ def spike_rewards(
     if variant in ("spike", "low_large"):
         reads = reads & (increase > eta)
     cost = (increase.square() if variant == "spike" else increase).masked_fill(~reads, 0.0)
-    return -cost if reduction == "sum" else -cost / number[..., None]
+    parts = -cost if reduction == "sum" else -cost / number[..., None]
+    return parts if by_entry else parts.sum(-1)
 
 
 def rewards_to_go(parts: Tensor, first: Sequence[int]) -> Tensor:
