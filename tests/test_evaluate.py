@@ -307,6 +307,8 @@ def test_options_of_a_policy_may_follow_its_name():
     for bad in ("golden:lookahead", "golden:=1", "golden:"):
         with pytest.raises(ValueError, match="are written NAME:option=value"):
             line_up([bad])
+    with pytest.raises(ValueError, match="interval is given twice"):
+        line_up(["golden:interval=16:interval=8"])
     with pytest.raises(ValueError, match="colour"):
         line_up(["golden:colour=1"])[0].policy(40)
     with pytest.raises(ValueError, match="unknown policy 'goldn'"):

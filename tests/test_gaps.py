@@ -147,6 +147,9 @@ def test_results_on_the_same_documents_are_joined():
         (result(ROWS, documents=["a", "b"]), "another documents cannot be joined"),
         (result(ROWS, model_fingerprint="n"), "another model fingerprint cannot be joined"),
         (result([]) | {"rows": [ROWS[3] | {"full_loss": 1.1}]}, "the full cache loses 1.1 nats"),
+        (result([ROWS[3] | {"scorer": "another"}]), "'kvpop_mlp' at 128 is not the same in two results"),
+        (result([ROWS[4] | {"interval": 8}]), "'golden' at 128 is not the same in two results"),
+        (result([ROWS[2] | {"loss": ROWS[2]["loss"] + 0.01}]), "'h2o' at 128 is not the same in two results"),
     ],
 )
 def test_results_that_do_not_belong_together_are_refused(other, sentence):
@@ -155,8 +158,13 @@ def test_results_that_do_not_belong_together_are_refused(other, sentence):
 
 
 def test_the_page_of_nothing_is_an_error(capsys, tmp_path):
-    for arguments in ([], [str(tmp_path / "none.json")]):
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "text.json").write_text("no json")
+    names = [str(tmp_path / name) for name in ("none.json", "empty.json", "text.json")]
+    for arguments in ([], ["--help"], *([name] for name in names)):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
         assert stopped.value.code == 2
-        assert capsys.readouterr().err.startswith("error: this is no report: ")
+        said = capsys.readouterr().err
+        assert said.startswith("error: this is no report: ")
+        assert (arguments[0] if arguments and arguments[0] in names else "out.json") in said

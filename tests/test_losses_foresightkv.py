@@ -250,6 +250,10 @@ def test_what_is_still_to_come_of_a_reward():
     assert each[:, 1].tolist() == pytest.approx([-6.56 / 10.56, 6.56 / 10.56])
     assert each[:, 2].tolist() == [0, 0]
     assert (advantages(torch.ones(3), torch.rand(3, 4)) == 0).all()
+    nearly = advantages(torch.tensor([-1.0, -1.0000001]), torch.tensor([[-1.0, -0.9, 0], [-1.0000001, -0.1, 0]]))
+    assert nearly.abs().max() <= 1, "what rounding leaves of equal rewards may not blow up"
+    halves = [FULL.half() * 100, EVICTED.half() * 100, ENTROPY.half()]
+    assert spike_reward(*halves, 0, reduction="sum").isfinite()
 
 
 NEW, OLD = torch.tensor([0.3, 0.1, 0.2]).double().log(), torch.tensor([0.2, 0.2, 0.2]).double().log()
@@ -331,6 +335,8 @@ def test_reinforcement_learns_to_evict_what_is_rewarded():
         (lambda: spike_reward(FULL[None], EVICTED, ENTROPY[None], 0), "(1, 10), (10,), (1, 10)"),
         (lambda: spike_reward(FULL, EVICTED * math.inf, ENTROPY, 0), "not finite"),
         (lambda: spike_reward(FULL, EVICTED, ENTROPY, -1), "got -1"),
+        (lambda: spike_reward(FULL, EVICTED, ENTROPY, 0, eta=math.nan), "got nan"),
+        (lambda: rewards_to_go(torch.zeros(3, 4), [-1]), "0 .. 3, got [-1]"),
         (lambda: spike_reward(FULL, EVICTED, ENTROPY, 0, variant="mean"), "'mean'"),
         (lambda: spike_reward(FULL, EVICTED, ENTROPY, 0, reduction="mean"), "'mean'"),
         (lambda: advantages(torch.zeros(3, 1)), "(3, 1)"),

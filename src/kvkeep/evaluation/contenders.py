@@ -119,7 +119,7 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """A policy as users write it, its options after colons: numbers, ``true``, ``false``, ``none`` or words.
 
     Raises:
-        ValueError: for an option without a value.
+        ValueError: for an option without a value, or given twice.
 
     >>> with_options("golden:lookahead=1:labels=own")
     ('golden', {'lookahead': 1, 'labels': 'own'})
@@ -130,6 +130,8 @@ def with_options(text: str) -> tuple[str, dict[str, Any]]:
         option, equals, value = part.partition("=")
         if not option or not equals or not value:
             raise ValueError(f"options of a policy are written NAME:option=value, not {text!r}")
+        if option in options:
+            raise ValueError(f"{option} is given twice in {text!r}")
         options[option] = _value(value)
     return name, options
 

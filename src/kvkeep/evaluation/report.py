@@ -121,16 +121,17 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 SAME = ("model_fingerprint", "dtype", "length", "budgets", "budget_at_rest", "documents")
+ONE = ("scorer", "interval", "rest", "slots")  # of rows with one label
 CLOSE = 1e-4  # of full-cache losses in nats: another machine rounds otherwise, another text is further away
 
 
 def joined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Several evaluations of one model on the same documents as one.
 
-    A policy that several have keeps the row of the first.
+    A policy that several have stands there once, where it is the same.
 
     Raises:
-        ValueError: naming what differs between them.
+        ValueError: naming what differs between them, or a label that means two things.
     """
     first = results[0]
     rows = {(row["label"], row["budget"], row["kind"]): row for row in first["rows"]}
@@ -142,19 +143,39 @@ def joined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for row in other["rows"]:
             if abs(row["full_loss"] - full[row["budget"], row["kind"]]) > CLOSE:
                 raise ValueError(f"the full cache loses {row['full_loss']} nats in one result and another in the first")
-            rows.setdefault((row["label"], row["budget"], row["kind"]), row)
+            mine = rows.setdefault((row["label"], row["budget"], row["kind"]), row)
+            if any(mine.get(part) != row.get(part) for part in ONE) or abs(mine["loss"] - row["loss"]) > CLOSE:
+                raise ValueError(
+                    f"{row['label']!r} at {row['budget']} is not the same in two results: measure both in one command, "
+                    "where they have labels of their own"
+                )
     order = {key: place for place, key in enumerate(full)}  # budgets and kinds as the first has them
     return dict(first) | {"rows": sorted(rows.values(), key=lambda row: order[row["budget"], row["kind"]])}
+
+
+def read(name: str) -> dict[str, Any]:
+    """What `kvkeep evaluate --json` wrote.
+
+    Raises:
+        ValueError: naming a file that is something else.
+        OSError: where there is none.
+    """
+    try:
+        found = json.loads(Path(name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name} is no JSON of kvkeep evaluate: {error}") from error
+    if not isinstance(found, dict) or not {"rows", "settings"} <= found.keys():
+        raise ValueError(f"{name} is no JSON of kvkeep evaluate: it has no rows and settings")
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the page; exit code 2 where there is none."""
     try:
-        if not arguments:
+        if not arguments or {"-h", "--help"} & set(arguments):
             raise ValueError("give the JSON of one evaluation or more: out.json ...")
-        found = [json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments]
-        print(markdown(joined(found)), end="")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(markdown(joined([read(name) for name in arguments])), end="")
+    except (OSError, ValueError) as error:
         print(f"error: this is no report: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -102,7 +103,7 @@ class Schedule:
         for names, fits, bound in RANGES:
             for name in names.split():
                 value = getattr(self, name)
-                if value is not None and not fits(value):
+                if value is not None and not (fits(value) and math.isfinite(value)):
                     raise ValueError(f"{name} must be {bound}, not {value}")
         if self.pool is not None and self.pool < 2:
             raise ValueError(f"a pool of {self.pool} times what goes leaves no choice: pool is 2 or more, or None")

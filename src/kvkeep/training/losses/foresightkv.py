@@ -8,6 +8,7 @@ a draw has its exact probability under the sampler (Plackett-Luce).
 A keep score is "higher stays". An eviction logit is its negative: `evict_logits = -keep`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import relu
 
 from kvkeep.evaluation.statistics import low_entropy
+from kvkeep.sparse_attention import HALVES
 from kvkeep.training.losses.pair_counts import argsort, count_all, count_cross
 
 RATIO_BOUND = 10.0  # of log ratios, as in the released code: far outside any clip, so that nothing overflows
@@ -283,9 +285,11 @@ def spike_reward(
         raise ValueError("a loss or an entropy is not finite")
     if start < 0:
         raise ValueError(f"start must be at least 0, got {start}")
+    if not 0 <= eta < math.inf:
+        raise ValueError(f"eta must be a number of nats, at least 0, got {eta}")
     if start >= full.shape[-1]:
         return None
-    increase = (evicted - full)[..., start:]
+    increase = (evicted.float() - full.float() if evicted.dtype in HALVES else evicted - full)[..., start:]
     tail = entropy[..., start:].detach().cpu().double()
     rows = [torch.from_numpy(low_entropy(row.numpy(), low)) for row in tail.reshape(-1, tail.shape[-1])]
     is_low = torch.stack(rows).view(tail.shape).to(increase.device)
@@ -308,7 +312,12 @@ def rewards_to_go(parts: Tensor, first: Sequence[int]) -> Tensor:
 
     Returns:
         `[..., M]`.
+
+    Raises:
+        ValueError: for an entry that is not among the n.
     """
+    if any(not 0 <= entry < parts.shape[-1] for entry in first):
+        raise ValueError(f"entries must be in 0 .. {parts.shape[-1] - 1}, got {list(first)}")
     later = parts.flip(-1).cumsum(-1).flip(-1)
     return later[..., list(first)]
 
@@ -321,7 +330,8 @@ def advantages(rewards: Tensor, to_go: Tensor | None = None) -> Tensor:
     Args:
         rewards: of whole rollouts.
         to_go: `[..., G, M]`, see :func:`rewards_to_go`; it is then these, minus their means, over the deviation of the
-            rewards, so that a decision with little left to gain counts for little.
+            rewards, so that a decision with little left to gain counts for little, and no further from 0 than the
+            advantage of a whole reward can be, the root of G - 1.
 
     Raises:
         ValueError: where G < 2, which would make every advantage 0, or a reward is not finite.
@@ -334,7 +344,9 @@ def advantages(rewards: Tensor, to_go: Tensor | None = None) -> Tensor:
     equal = (rewards == rewards[..., :1]).all(-1, keepdim=True)
     if to_go is None:
         return ((rewards - rewards.mean(-1, keepdim=True)) / (spread + 1e-8)).masked_fill(equal, 0.0)
-    return ((to_go - to_go.mean(-2, keepdim=True)) / (spread[..., None] + 1e-8)).masked_fill(equal[..., None], 0.0)
+    furthest = (rewards.shape[-1] - 1) ** 0.5
+    later = (to_go - to_go.mean(-2, keepdim=True)) / (spread[..., None] + 1e-8)
+    return later.clamp(-furthest, furthest).masked_fill(equal[..., None], 0.0)
 
 
 def grpo(
