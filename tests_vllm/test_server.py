@@ -32,6 +32,11 @@ ENGINE = [
 SOAK_ROUNDS, SOAK_REQUESTS = 4, 24
 
 
+def interruptible():
+    """A shell's background job ignores interrupts, and so would the server that is to be stopped by one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Served:
     """The command in a process of its own, its output, and where it listens."""
 
@@ -48,6 +53,7 @@ class Served:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=interruptible,
         )
         threading.Thread(target=self.read, daemon=True).start()
 
