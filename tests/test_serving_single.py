@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import openai
@@ -64,13 +65,28 @@ def test_usage_tells_what_was_kept(url):
 
 
 def test_a_client_that_leaves_ends_its_generation(server, url):
-    """Otherwise the next one would wait for hundreds of tokens that nobody reads."""
-    before = server.model.tokens
-    stream = client_for(url).completions.create(model="bytes", prompt="Hello", max_tokens=400, stream=True)
-    next(iter(stream))
-    stream.close()
-    client_for(url).completions.create(model="bytes", prompt="Hello", max_tokens=2)
-    assert server.model.tokens - before < 300
+    """Otherwise the next one would wait for hundreds of tokens that nobody reads.
+
+    The model waits in its tenth step until the client has left, so that a fast model does not end before it.
+    """
+    before, begun, left, steps = server.model.tokens, threading.Event(), threading.Event(), itertools.count()
+
+    def wait(*_) -> None:
+        if next(steps) == 10:
+            begun.set()
+            left.wait(60)
+
+    hook = server.model.model.register_forward_pre_hook(wait)
+    try:
+        stream = client_for(url).completions.create(model="bytes", prompt="Hello", max_tokens=400, stream=True)
+        assert begun.wait(60)
+        stream.close()
+        left.set()
+        client_for(url).completions.create(model="bytes", prompt="Hello", max_tokens=2)
+    finally:
+        left.set()
+        hook.remove()
+    assert server.model.tokens - before < 100
 
 
 def test_text_that_may_become_a_stop_string_waits():
