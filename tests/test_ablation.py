@@ -117,7 +117,7 @@ def test_variants_differ_in_what_they_say_and_in_nothing_else():
     foresight = found.pop(("foresight-best", "published"))
     assert foresight.items() >= {"preset": "published", "loss": "ranking", "hidden": 16, "lr": 1e-2}.items()
     reinforced = found.pop(("foresight-stages", "rl"))
-    assert reinforced.items() >= {"stage": "rl", "group": 8, "steps": 20, "variant": "spike", "credit": "to_go"}.items()
+    assert reinforced.items() >= {"stage": "rl", "group": 16, "steps": 30, "variant": "spike", "credit": "to_go"}.items()
     assert found == CHANGED
     assert published.items() >= {"preset": "published", "loss": "boundary", "decay": "learned"}.items()
     assert ABLATIONS["preset"].variants[1].recipe(7) == kvpop.recipe("published", 7)
@@ -275,6 +275,7 @@ def test_page_has_every_row_and_the_command(done):
         "Printed by `python -m kvkeep.evaluation.ablation width --out DIR --seeds 2 --documents 3 --budget 40 "
         "--length 72 --train-documents 48 --calibrate-on 4 --model tiny --steps 2`." in page
     )
+    assert ablation.command(few(dtype="bfloat16"), 3).endswith("--steps 2 --dtype bfloat16")
     assert page.count("\n| wide |") == 2
     assert page.count("\n| narrow and few |") == 3
     assert "| narrow and few | kvpop_mlp | hidden 2 | 4 | 2 | 0 |" in page

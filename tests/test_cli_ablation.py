@@ -52,6 +52,7 @@ def test_a_mistake_after_a_model_is_loaded(call, folder, tmp_path):
         ("--out", tmp_path / "out", "--report", tmp_path): "is a folder; it should be a file",
         ("--out", tmp_path / "out", "--report", file / "page.md"): "file",
         ("--out", tmp_path / "out", "--length", "99999"): "no document has 99999 tokens",
+        ("--out", tmp_path / "out", "--dtype", "float7"): "float7",
     }
     for arguments, sentence in cases.items():
         code, out, err = call(*given, *arguments)

@@ -124,6 +124,9 @@ def main(
     calibrate_on: Annotated[
         int, typer.Option("--calibrate-on", min=1, help="Documents that every decay is calibrated on.")
     ] = Experiment.calibrate_on,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Of the model, trained and evaluated with; its own if none.")
+    ] = None,
     page: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write a page of markdown.")] = None,
 ) -> None:
     """Train the variants of a question, several seeds each, and compare what they lose under eviction."""
@@ -138,6 +141,7 @@ def main(
             steps=steps,
             train_documents=train_count,
             calibrate_on=calibrate_on,
+            dtype=dtype,
         )
         experiment.check()
         with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -147,7 +151,7 @@ def main(
                 bar.update(task, description=stage, completed=done, total=total or None)
 
             keep_freed_memory()
-            model, tokenizer = models.load(model_name, progress=told)
+            model, tokenizer = models.load(model_name, dtype, progress=told)
             packed = (documents.pack(documents.bundled(split=split), tokenizer, length) for split in ("train", "eval"))
             numbers = (experiment.train_documents, count)
             train, test = (documents.in_turn(texts, most) for texts, most in zip(packed, numbers, strict=True))
@@ -177,7 +181,8 @@ def command(experiment: Experiment, count: int) -> str:
         "--calibrate-on": experiment.calibrate_on,
         "--model": experiment.model,
     }
-    flags |= {} if experiment.steps is None else {"--steps": experiment.steps}
+    given = {"--steps": experiment.steps, "--dtype": experiment.dtype}
+    flags |= {flag: value for flag, value in given.items() if value is not None}
     given = [str(part) for flag in flags.items() for part in flag]
     return shlex.join(["python", "-m", "kvkeep.evaluation.ablation", experiment.name, *given])
 

@@ -91,6 +91,7 @@ class Experiment:
         calibrate_on: documents that every decay is calibrated on, fewer than the recipe's: most of an ablation's time
             would go there.
         model: its name, for the page and the checkpoints.
+        dtype: of the model; None = its own.
         others: policies that are not trained, for comparison.
     """
 
@@ -104,6 +105,7 @@ class Experiment:
     steps: int | None = None
     calibrate_on: int = 4
     model: str = "smollm2-135m"
+    dtype: str | None = None
     others: tuple[str, ...] = OTHERS
 
     def check(self) -> None:
@@ -121,7 +123,7 @@ def _foresight(name: str, *, policy: Mapping[str, Any] | None = None, stage: str
     return Variant(name, overrides, foresightkv.METHOD, stage=stage, policy=policy or {})
 
 
-FEW = {"steps": 20, "batch": 2, "group": 8, "lr": 1e-3, "compare_on": 2}  # of reinforcement, on a CPU
+FEW = {"steps": 30, "batch": 4, "group": 16, "lr": 1e-3, "compare_on": 2}  # of reinforcement, on a CPU
 KV_ONLY = FeatureSpec(windows=(), cumulative=False, decay=None)
 FORESIGHT = tuple(
     Experiment(*asked, others=AT_INTERVALS)
