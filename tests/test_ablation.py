@@ -117,7 +117,9 @@ def test_variants_differ_in_what_they_say_and_in_nothing_else():
     foresight = found.pop(("foresight-best", "published"))
     assert foresight.items() >= {"preset": "published", "loss": "ranking", "hidden": 16, "lr": 1e-2}.items()
     reinforced = found.pop(("foresight-stages", "rl"))
-    assert reinforced.items() >= {"stage": "rl", "group": 16, "steps": 30, "variant": "spike", "credit": "to_go"}.items()
+    assert (
+        reinforced.items() >= {"stage": "rl", "group": 16, "steps": 30, "variant": "spike", "credit": "to_go"}.items()
+    )
     assert found == CHANGED
     assert published.items() >= {"preset": "published", "loss": "boundary", "decay": "learned"}.items()
     assert ABLATIONS["preset"].variants[1].recipe(7) == kvpop.recipe("published", 7)

@@ -143,9 +143,10 @@ def check(contenders: Sequence[Contender], repetitions: int) -> None:
 
 
 def _pair(model, policy: Policy, context: int, states: States, evicts: bool) -> list[Job]:
-    """Jobs of one policy and of its reference; filled anew before each step where every one shall evict."""
+    """Jobs of one policy and of its reference; if each shall evict, filled anew and one ordinary step ahead."""
     config = text_config(model.config)
     held, seen = phase(policy.budget, context, evicts)
+    held, seen = held - evicts, seen - evicts
     jobs = []
     for fill in (
         lambda: filled_policy(config, policy, held, seen, states),
@@ -155,7 +156,12 @@ def _pair(model, policy: Policy, context: int, states: States, evicts: bool) -> 
         def made(fill: Callable[[], Cache] = fill) -> Decoder:
             return Decoder(model, None, fill(), seen, context, states.batch)
 
-        jobs.append(Job(Decoder.__call__, lambda made=made: (made(),)) if evicts else Job(made()))
+        def ready(made: Callable[[], Decoder] = made) -> tuple[Decoder]:
+            decoder = made()
+            decoder()  # what a cache does at its first step is no part of an eviction
+            return (decoder,)
+
+        jobs.append(Job(Decoder.__call__, ready) if evicts else Job(made()))
     return jobs
 
 

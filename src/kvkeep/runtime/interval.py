@@ -65,19 +65,20 @@ class IntervalResidency(Residency):
 
     def step_alike(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """A token of rows at one position, on the CPU: what torch need not do is in two compiled loops."""
-        slots, counted, interval = self.slots, self.counted, self.interval
+        counted, interval = self.counted, self.interval
         past = counted[0] - self.rest
         if past >= 0 and past % interval == 0:
             self.open_interval()
-        held = slots.held
+        held = self.slots.held
         free = self.capacity - held[0] - 1
-        append, arrays, watch, keys_packed, values_packed = self.bound
-        if not append(*arrays, raw(keys), raw(values), raw(query), free):
+        append, arrays, unasked, watch, keys_packed, values_packed = self.bound
+        asked = raw(query) if unasked is None else unasked
+        if not append(*arrays, raw(keys), raw(values), asked, free):
             self.check(keys, values)
         for row in range(len(held)):
             held[row] += 1
             counted[row] += 1
-        seen = keys_packed.narrow(1, free, held[0]), values_packed.narrow(1, free, held[0])
+        seen = keys_packed[:, free:], values_packed[:, free:]
         output, probabilities = packed_attention(query, *seen, self.geometry.scaling)
         if watch is not None:
             loop, statistics = watch
@@ -89,13 +90,20 @@ class IntervalResidency(Residency):
 
     @cached_property
     def bound(self) -> tuple:
-        """The loop that appends, its first arguments; the policy's that counts, with its own, or None; packed slots."""
-        slots = self.slots
-        recent = slots.keys.new_empty(*slots.keys.shape[:2], 0, 0, 0) if self.recent is None else self.recent
+        """What a step needs of this object, so that it need not ask again.
+
+        The loop that appends and its first arguments; a query to write where none is remembered; the policy's loop that
+        counts, with its own first arguments, or None; the slots with rows and heads as one axis.
+        """
+        slots, recent, unasked = self.slots, self.recent, None
+        if recent is None:
+            recent = slots.keys.new_empty(*slots.keys.shape[:2], 0, 0, 0)
+            unasked = raw(slots.keys.new_empty(1, 1, 1, 0))
         arrays = tuple(map(raw, (slots.keys, slots.values, slots.positions, recent, self.clock)))
         watch = self.policy.counting({name: raw(extra) for name, extra in slots.extras.items()})
         watch = None if watch is None else (compiled(watch.name), watch.arguments)
-        return compiled("places.append"), arrays, watch, slots.keys.flatten(0, 1), slots.values.flatten(0, 1)
+        packed = slots.keys.flatten(0, 1), slots.values.flatten(0, 1)
+        return compiled("places.append"), arrays, unasked, watch, *packed
 
     def ingest(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, outputs, start = keys.shape[2], [], 0
