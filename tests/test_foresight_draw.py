@@ -101,6 +101,7 @@ def test_a_seed_for_every_row():
         ({"pool": 1.5}, "the pool is 1 or more times what goes, or None for all candidates, not 1.5"),
         ({"pool": "all"}, "not 'all'"),
         ({"pool": 0}, "not 0"),
+        ({"pool": 3}, "a pool of 3 is drawn from by evict='sample' alone"),
         ({"seed": "x"}, "a seed is an integer, not 'x'"),
         ({"seed": 1.5}, "a seed is an integer, not 1.5"),
         ({"seed": [1, True]}, "a seed is an integer, not True"),

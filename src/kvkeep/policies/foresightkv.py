@@ -98,6 +98,8 @@ class ForesightKV(Learned, Watching):
             raise ValueError(f"evict is 'topk' or 'sample' and sums 'running' or 'ring', not {evict!r} and {sums!r}")
         if pool is not None and (not isinstance(pool, int) or pool < 1):
             raise ValueError(f"the pool is 1 or more times what goes, or None for all candidates, not {pool!r}")
+        if evict == "topk" and pool != 2:
+            raise ValueError(f"a pool of {pool!r} is drawn from by evict='sample' alone; with 'topk' the lowest go")
         for each in seed if isinstance(seed, list | tuple) else (seed,):
             require_seed(each)
         self.evict, self.pool, self.seed, self.sums = evict, pool, seed, sums
